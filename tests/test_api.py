@@ -394,10 +394,13 @@ class TestReturned:
 
     def test_what_does_not_divide_rests_elsewhere(self):
         table = jax.ShapeDtypeStruct((257, 64), "float32")
+        line = jax.make_mesh(
+            (4,), ("x",), axis_types=(AxisType.Auto,)
+        )  # y would split rows too, and take part
 
         def planned(function):
             shardings = {"in_shardings": P("x"), "out_shardings": {"new": P("x"), "sum": P()}}
-            step = sx.shard_jit(lambda t: {"new": function(t), "sum": t.sum()}, mesh=AUTO, **shardings)
+            step = sx.shard_jit(lambda t: {"new": function(t), "sum": t.sum()}, mesh=line, **shardings)
             plan = step.plan(table)
             assert [(m.path, str(m.requested), str(m.stored)) for m in plan.at_rest] == [
                 ("argument t", "P('x', None)", "P(None, 'x')"),

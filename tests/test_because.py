@@ -158,7 +158,7 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
         ],
     ),
     "a contraction": (
-        (sums, (P(None, "data"), P("data")), [(16, 512), (512, 12)], None),
+        (product, (P("model", "data"), P("data")), [(16, 512), (512, 12)], None),
         [("all_reduce over data", "sum of dot_general", "over dim 1 of x and dim 0 of w, split by x and w")],
     ),
     "a reduction": (
@@ -243,8 +243,23 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
         ],
     ),
     "the best of each shard": (
-        (best, P("data"), [(16, 8)], None),
+        (best, P("data"), [(1024, 8)], None),
         [("all_gather over data", "bests of argmax", "along dim 0 of x, split by in_shardings[0]")],
+    ),
+    "axes that nobody gave": (
+        (best, P("data"), [(16, 8)], None),
+        [
+            (
+                "all_to_all over data,model",
+                "argmax in P(None, ('data', 'model'))",
+                "x P('data') by in_shardings[0] against argmax, which takes it P(None, ('data', 'model'))",
+            ),
+            (
+                "all_gather over data,model",
+                "result in P(None)",
+                "argmax P(('data', 'model')) as it is made against the result replicated",
+            ),
+        ],
     ),
     "a callback": (
         (called, P(), [(4,)], None),

@@ -1,8 +1,9 @@
-"""What holds of any program, of random ones: two side by side cost no more than each alone, and what stands in
-branches, or in a loop, hardly more than what stands outside.
+"""What holds of any program, of random ones: two side by side cost no more than each alone, what stands in
+branches, or in a loop, hardly more than what stands outside, and no list of ways is too short.
 
 python -m tests.test_compositions 500            as many programs, of seeds 0, 1, ...; prints those that cost more
 python -m tests.test_compositions 1 --seed 17    that of one seed
+python -m tests.test_compositions 120 --cube     on 2 x 2 x 2 devices
 """
 
 import argparse
@@ -10,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.partition import alternatives
 
 N = 1024
 MESHES = ({"x": 8}, {"x": 2, "y": 4})
+CUBE = ({"x": 2, "y": 2, "z": 2},)
+ALL = 10_000  # ways of an operation: no list is cut
 LITTLE = 1.01  # times as long; but to write the results of a branch or a loop takes its time, if nothing more is sent
 FEW = 0.04  # the share of programs that cost more than that there
 MOST = 2.0  # how many times as much
@@ -117,10 +122,15 @@ def cost(f, mesh: AbstractMesh, ins, outs, *args) -> Cost:
     return Cost(plan.comm_bytes, plan.decisions.price)
 
 
-def costs(seed: int) -> Iterator[tuple[str, Cost, Cost]]:
+def with_all_ways(*args) -> Cost:
+    with mock.patch.multiple(alternatives, MOST=ALL, FEWEST=ALL):
+        return cost(*args)
+
+
+def costs(seed: int, meshes: Sequence[dict[str, int]] = MESHES) -> Iterator[tuple[str, Cost, Cost]]:
     """What is costly, what it costs, and what it may."""
     rng = random.Random(seed)
-    sizes = rng.choice(MESHES)
+    sizes = rng.choice(meshes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     one, other = program(rng, list(sizes)), program(rng, list(sizes))
     each = [cost(p.f, mesh, p.ins, p.outs, *p.args) for p in (one, other)]
@@ -141,15 +151,16 @@ def costs(seed: int) -> Iterator[tuple[str, Cost, Cost]]:
     p = jax.ShapeDtypeStruct((), bool)
     yield "branches", cost(branches, mesh, (P(), *ins), outs, p, *args), each[0]
     yield "loop", cost(loop, mesh, ins, outs, *args), each[0]
+    yield "lists", each[0], with_all_ways(f, mesh, ins, outs, *args)
 
 
-def more(seeds: Sequence[int]) -> dict[str, list[float]]:
+def more(seeds: Sequence[int], meshes: Sequence[dict[str, int]] = MESHES) -> dict[str, list[float]]:
     """How many times as much those cost that cost more than they may."""
-    found: dict[str, list[float]] = {"side by side": [], "branches": [], "loop": []}
+    found: dict[str, list[float]] = {"side by side": [], "branches": [], "loop": [], "lists": []}
     for seed in seeds:
-        for what, its, may in costs(seed):
+        for what, its, may in costs(seed, meshes):
             ratio = its.price / max(may.price, 1.0)
-            sends_more = its.nbytes > LITTLE * may.nbytes + 16
+            sends_more = its.nbytes > LITTLE * may.nbytes + 16 or what == "lists"
             if ratio > 1 if what == "side by side" else ratio > LITTLE and sends_more:
                 found[what].append(ratio)
                 print(
@@ -159,7 +170,7 @@ def more(seeds: Sequence[int]) -> dict[str, list[float]]:
 
 
 def check(found: dict[str, list[float]], count: int) -> None:
-    assert not found["side by side"]
+    assert not found["side by side"] and not found["lists"]
     for what in ("branches", "loop"):
         assert len(found[what]) <= FEW * count and max(found[what], default=1.0) < MOST
 
@@ -182,8 +193,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("count", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--cube", action="store_true", help="on 2 x 2 x 2 devices, else on 8 or 2 x 4")
     args = parser.parse_args(argv)
-    found = more(range(args.seed, args.seed + args.count))
+    found = more(range(args.seed, args.seed + args.count), CUBE if args.cube else MESHES)
     print({what: len(ratios) for what, ratios in found.items()}, "of", args.count)
 
 

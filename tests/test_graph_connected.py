@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
-from shardax.graph.connected import connected, parts
+from shardax.graph.connected import connected, connected_nodes, parts
 from tests.graphs import graph
 
 pytestmark = pytest.mark.quick
@@ -35,3 +36,27 @@ def test_what_is_passed_through_or_read_by_nobody_is_a_part():
 
 def test_what_has_no_inputs_is_in_no_part():
     assert numbered(lambda x: (x * 2, jnp.arange(5)), (3,)) == [([0], [0])]
+
+
+def connected_names(fun, *shapes):
+    return [[node.name for node in nodes] for nodes in connected_nodes(graph(fun, *shapes))]
+
+
+def test_nodes_of_a_part_share_values_in_program_order():
+    """Those that meet only at the end are of one part; so is what has no inputs, by itself."""
+
+    def f(x, y, z):
+        u = jnp.sin(x)
+        v = jnp.cos(y)
+        w = jnp.tanh(z)
+        return u + 1.0, v * w, lax.iota("int32", 3)
+
+    assert connected_names(f, (3,), (3,), (3,)) == [["sin", "add"], ["cos", "tanh", "mul"], ["iota"]]
+    assert connected_names(lambda x, y: (jnp.sin(x), jnp.cos(x)), (3,), (3,)) == [["sin", "cos"]]
+    assert connected_names(lambda x: x, (3,)) == []
+
+
+def test_each_node_is_of_one_part_and_one_literal_connects_nothing():
+    program = graph(lambda x, y: (jnp.sin(x) * 2.0, jnp.sin(y) * 2.0), (3,), (3,))
+    found = connected_nodes(program)
+    assert len(found) == 2 and sorted(sum(found, []), key=program.nodes.index) == list(program.nodes)

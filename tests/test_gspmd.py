@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.explain.plan import Plan
 
 pytestmark = [pytest.mark.quick, pytest.mark.once]
 
@@ -186,6 +187,16 @@ FORWARD = {
         ("reduce_scatter", "y", ring("y", BSM, "x")),
     ],
 }
+# Of attempt 1 we send less: x goes to the batch, weights and what is made of them are gathered, and nothing
+# is summed over x.
+CHOSEN = FORWARD | {
+    "attempt 1": [
+        ("all_to_all", "x", ring("x", BSM, "x")),
+        ("all_gather", "x", ring("x", MH, "y")),
+        ("all_gather", "x", ring("x", BSH, "y")),
+        ("all_reduce", "y", 2 * ring("y", BSM, "x")),
+    ]
+}
 BACKWARD = [
     ("all_gather", "y", ring("y", BSM, "x")),  # of the gradient of what comes out, as of x_BSM on the way in
     ("reduce_scatter", "x", ring("x", MH, "y")),  # the gradients of both weights
@@ -194,21 +205,31 @@ BACKWARD = [
 ]
 
 
-def sent(f: Callable[..., Any], *names: str, ins, outs) -> list[tuple[str, str, int]]:
+def planned(f: Callable[..., Any], *names: str, ins, outs, idle_axes: bool = True) -> Plan:
     args = [jax.ShapeDtypeStruct(WIDE.of(n), "bfloat16") for n in names]
-    plan = sx.shard_jit(f, mesh=abstract(WIDE_MESH), in_shardings=ins, out_shardings=outs).plan(*args)
-    return [(c.kind, ",".join(c.axes), c.nbytes) for c in plan.collectives]
+    how = {"mesh": abstract(WIDE_MESH), "in_shardings": ins, "out_shardings": outs}
+    return sx.shard_jit(f, **how, options=sx.Options(idle_axes=idle_axes)).plan(*args)
+
+
+def sent(plan: Plan) -> list[tuple[str, str, int]]:
+    return sorted((c.kind, ",".join(c.axes), c.nbytes) for c in plan.collectives)
 
 
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_ffn_forward(attempt):
+    """What the table says, where axes go only where annotations suggest; else no more."""
     a = ATTEMPTS[attempt]
 
     def forward(up, down, x_BSM):
         return ffn(a, {"up": up, "down": down}, x_BSM)
 
-    found = sent(forward, "MH", "HM", "BSM", ins=(WEIGHTS["up"], WEIGHTS["down"], a.bsm), outs=a.bsm)
-    assert sorted(found) == sorted(FORWARD[attempt])
+    shardings = {"ins": (WEIGHTS["up"], WEIGHTS["down"], a.bsm), "outs": a.bsm}
+    narrow, free = (
+        planned(forward, "MH", "HM", "BSM", **shardings, idle_axes=idle) for idle in (False, True)
+    )
+    assert sent(narrow) == sorted(FORWARD[attempt])
+    assert sent(free) == sorted(CHOSEN[attempt])
+    assert free.comm_bytes <= narrow.comm_bytes and free.decisions.price <= narrow.decisions.price
 
 
 def test_ffn_backward():
@@ -220,8 +241,8 @@ def test_ffn_backward():
         return y_BSM, vjp(dy_BSM)
 
     ins = (WEIGHTS["up"], WEIGHTS["down"], a.bsm, a.bsm)
-    found = sent(both, "MH", "HM", "BSM", "BSM", ins=ins, outs=(a.bsm, ins[:3]))
-    assert sorted(found) == sorted(FORWARD["finalized"] + BACKWARD)
+    plan = planned(both, "MH", "HM", "BSM", "BSM", ins=ins, outs=(a.bsm, ins[:3]))
+    assert sent(plan) == sorted(FORWARD["finalized"] + BACKWARD)
 
 
 # The same on real devices, small: a train step is the plain one's.

@@ -73,8 +73,8 @@ def stepping(loss, mesh, zero, tx):
     how = {"mesh": mesh, "in_shardings": ((specs, None), P(zero.axis)), "donate_argnums": 0}
     how |= {
         "compiler_options": AS_WRITTEN,
-        "options": sx.Options(chip="slow"),
-    }  # all is split, with or without offload
+        "options": sx.Options(chip="slow", idle_axes=False),
+    }  # all is split as suggested, and so alike, with or without offload
     return sx.shard_jit(step_of(loss, tx), transforms=[zero], **how)
 
 

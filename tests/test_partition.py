@@ -16,6 +16,7 @@ from shardax.spmd_rules.registry import RULES
 from tests.test_traffic import ROWS
 
 MESH = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+LINE = AbstractMesh((4,), ("x",), axis_types=(AxisType.Auto,))  # no axis is left for what one iteration does
 SLOW = sx.Options(chip="slow")
 
 
@@ -113,7 +114,7 @@ def test_trips_of_a_map_are_split(reverse):
     def f(xs, w):
         return lax.scan(lambda total, x: (total + x.sum(), jnp.tanh(x) @ w), 0.0, xs, reverse=reverse)
 
-    plan = planned(f, floats(10, 6, 4), floats(4, 4), ins=(P("x"), P()))
+    plan = planned(f, floats(10, 6, 4), floats(4, 4), ins=(P("x"), P()), mesh=LINE)
     (scan,) = equations(plan.local_jaxpr.jaxpr, "scan")
     assert (scan.params["length"], scan.params["reverse"]) == (3, reverse)
     assert [v.aval.shape for v in scan.outvars][-1] == (3, 6, 4)
@@ -121,14 +122,18 @@ def test_trips_of_a_map_are_split(reverse):
 
 def test_a_recurrence_is_not_split():
     f = lambda xs: lax.scan(lambda c, x: (c * 0.5 + x, c), jnp.zeros(8), xs)  # noqa: E731
-    (scan,) = equations(planned(f, floats(10, 8), ins=(P(None, "x"),)).local_jaxpr.jaxpr, "scan")
+    plan = planned(f, floats(10, 8), ins=(P(None, "x"),), mesh=LINE)
+    (scan,) = equations(plan.local_jaxpr.jaxpr, "scan")
     assert scan.params["length"] == 10 and scan.outvars[0].aval.shape == (2,)
 
 
 def test_each_device_keeps_its_block_of_a_stack():
-    """Each trip's result is whole on every device, and the stack rests split: no device holds all of it."""
+    """Each trip's result is whole on every device, and the stack rests split: no device holds all of it.
+
+    A slow chip would split six sines, and gather them in each trip.
+    """
     f = lambda x: lax.scan(lambda c, _: (jnp.sin(c), c), x, length=8)[1]  # noqa: E731
-    plan = planned(f, floats(6), ins=(P(),), outs=P("x"))
+    plan = planned(f, floats(6), ins=(P(),), outs=P("x"), options=sx.Options())
     (scan,) = equations(plan.local_jaxpr.jaxpr, "scan")
     assert (8, 6) not in [v.aval.shape for v in scan.outvars] and (2, 6) in [
         v.aval.shape for v in scan.outvars
@@ -168,13 +173,14 @@ def nodes(plan):
 
 
 def test_one_matrix_is_decomposed_by_all():
+    """What is done to it before is split over both axes, and gathered over both."""
     (found,) = replicated(
         planned(jnp.linalg.cholesky, floats(64, 64), ins=(P("x"),)).decisions, dict(MESH.shape)
     )
     assert (found.node.name, found.axes, found.nbytes, found.small) == (
         "cholesky",
-        ("x",),
-        16 * 64 * 4 * 3,
+        ("x", "y"),
+        64 * 8 * 4 * 7,
         False,
     )
 
@@ -196,3 +202,43 @@ def test_refused_in_strict_mode():
     with pytest.warns(UserWarning, match="test_partition_unknown"):
         planned(primitive.bind, floats(64, 64), ins=(P("x"),))
     assert np.isfinite(planned(jnp.sin, floats(4), ins=(P("x"),)).decisions.price)
+
+
+def test_a_sum_rides_the_carry_however_many_axes_are_idle():
+    """The way that takes its operands as they come is in every list: there are thirty others of the same price, over
+    other axes."""
+
+    def adding(a, w):
+        start = jnp.zeros((4, 8, 16, 32))
+        return lax.scan(lambda total, _: (total + jnp.sin(a) @ w, None), start, length=3)[0]
+
+    mesh = AbstractMesh((4, 2, 2, 2), ("x", "y", "z", "u"), axis_types=(AxisType.Auto,) * 4)
+    how = {"ins": (P(None, None, None, "x"), P("x")), "mesh": mesh, "options": sx.Options(chip="v5e")}
+    (settled,) = planned(adding, floats(4, 8, 16, 64), floats(64, 32), **how).collectives
+    assert (settled.kind, settled.axes, settled.trips) == ("all_reduce", ("x",), 1)
+
+
+def test_operands_of_a_barrier_have_nothing_to_do_with_each_other():
+    """As of the weights of a layer that is computed again: each is chosen as if it stood in a barrier alone."""
+    shapes = [(8, 16), (16, 24), (4, 4, 32), (64,), (8, 8, 8), (3, 40), (16, 16)]
+    ins = [
+        P("x"),
+        P(None, "y"),
+        P("y", None, "x"),
+        P(("x", "y")),
+        P(None, "x", "y"),
+        P(None, "y"),
+        P("y", "x"),
+    ]
+    outs = [P("y"), P("x"), P("x"), P("y"), P("x"), P(), P("x", "y")]
+
+    def barrier(*xs):
+        return [2 * x for x in lax.optimization_barrier(tuple(jnp.sin(x) for x in xs))]
+
+    args, how = [floats(*shape) for shape in shapes], {"options": sx.Options()}
+    together = planned(barrier, *args, ins=tuple(ins), outs=outs, **how)
+    each = [planned(barrier, x, ins=(i,), outs=[o], **how) for x, i, o in zip(args, ins, outs, strict=True)]
+    assert together.comm_bytes == sum(plan.comm_bytes for plan in each) > 0
+    assert together.decisions.price == sum(plan.decisions.price for plan in each)
+    (eqn,) = equations(together.local_jaxpr, "optimization_barrier")
+    assert len(eqn.outvars) == len(shapes)

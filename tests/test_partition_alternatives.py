@@ -1,6 +1,7 @@
 """Alternatives: few ways of each node, the best where they stand, priced by what a device does."""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
-from shardax.cost.network import PICO
+from shardax.completion.complete import complete
+from shardax.cost.network import PICO, Network
 from shardax.partition import alternatives
-from shardax.partition.alternatives import MOST, stored, views
-from shardax.sharding import replicated_layout
+from shardax.partition.alternatives import ENOUGH, FEWEST, MOST, Alternatives, lengths, stored, views
+from shardax.sharding import from_spec, replicated_layout
+from shardax.spmd_rules.registry import RULES
 from tests.choices import SIZES, laid_out, layout
 from tests.graphs import auto_mesh, graph, names, the
 
@@ -26,6 +29,7 @@ PROGRAMS = {
     "reshape": (lambda x, y: (x + y).reshape(6, 4, 5), (24, 5), (24, 5)),
 }
 SPECS = [(P("x"), P(None, "x")), (P("x", "y"), P(("y", "z"))), (P(None, ("x", "z")), P("y"))]
+AXES = tuple(SIZES)
 CASES = pytest.mark.parametrize("name, specs", [(name, specs) for name in PROGRAMS for specs in SPECS])
 
 
@@ -38,12 +42,38 @@ def ways_of(search):
     return [(node, site.ways) for node, site in search.site_of.items()]
 
 
+def layouts_of(ways):
+    return [(way.operands, way.results) for way in ways]
+
+
+def sorts_of(search, node):
+    """Of a way: whether it splits nothing, takes its operands as requested, and what these owe."""
+    requested = [{lay.sharding for lay in search.requests(v, frozenset())} for v in node.inputs]
+
+    def sort_of(way):
+        asked = all(lay.sharding in each for lay, each in zip(way.operands, requested, strict=True))
+        return not way.detail[0], asked, tuple(lay.pending for lay in way.operands)
+
+    return sort_of
+
+
+def shortened(ways, most: int, sort_of):
+    """The first of some ways, and of each further sort the first."""
+    kept = ways[:most]
+    for way in ways[most:]:
+        kept += [way] if sort_of(way) not in map(sort_of, kept) else []
+    return kept
+
+
 @CASES
 def test_ways_are_few_and_differ(name, specs):
-    for _, ways in ways_of(laid_out(program_of(name), specs)):
-        assert 0 < len(ways[:MOST]) and not any(way.detail[0] for way in ways[MOST:])  # unsplit
-        assert len(ways) <= MOST + 1
-        assert len({(way.operands, way.results) for way in ways}) == len(ways)
+    """Those of joined axes come before as many others."""
+    search = laid_out(program_of(name), specs)
+    for node, ways in ways_of(search):
+        lists, sort_of = 1 + bool(search.alternatives.joined_of(node)), sorts_of(search, node)
+        assert 0 < len(ways) <= lists * (MOST + len(set(map(sort_of, ways))) - 1)
+        assert lists > 1 or len(ways) == len(shortened(ways, MOST, sort_of))
+        assert len(set(layouts_of(ways))) == len(ways)
 
 
 @CASES
@@ -75,13 +105,63 @@ def test_a_layout_of_an_operand_costs_what_it_takes_to_make_it_and_bring_it(name
 
 @CASES
 def test_those_that_are_left_out_stand_last(name, specs, monkeypatch):
-    """Of the first node, whose operands come in as they do."""
+    """Of the first node, whose operands come in as they do. Of each sort the first is never left out."""
     program = program_of(name)
-    _, every = ways_of(laid_out(program, specs))[0]
-    monkeypatch.setattr(alternatives, "MOST", 2)
-    _, some = ways_of(laid_out(program, specs))[0]
-    assert [(w.operands, w.results) for w in some[:2]] == [(w.operands, w.results) for w in every[:2]]
-    assert len(some) <= 3 and not any(way.detail[0] for way in some[2:])
+
+    def first(most: int):
+        monkeypatch.setattr(alternatives, "MOST", most)
+        monkeypatch.setattr(alternatives, "FEWEST", most)
+        search = laid_out(program, specs)
+        node, ways = ways_of(search)[0]
+        return ways, bool(search.alternatives.joined_of(node)), sorts_of(search, node)
+
+    (every, is_joined, sort_of), (some, *_) = first(1000), first(2)
+    assert layouts_of(some[:2]) == layouts_of(every[:2]) and len(every) < 1000
+    assert set(map(sort_of, some)) == set(map(sort_of, every))
+    assert len(some) <= 8 if is_joined else layouts_of(some) == layouts_of(shortened(every, 2, sort_of))
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_what_settles_sums_and_what_lets_them_wait_are_in_every_list(most, monkeypatch):
+    """Few elements of many products: these owe a sum, of which nobody knows yet where it is best settled."""
+    monkeypatch.setattr(alternatives, "MOST", most)
+    monkeypatch.setattr(alternatives, "FEWEST", most)
+    program = graph(lambda x, w: -(x @ w), (4, 64), (64, 4))
+    search = laid_out(program, (P(None, "x"), P("x")))
+    nodes = [the(name, program) for name in ("dot_general", "neg")]
+    product, negated = (search.site_of[node].ways for node in nodes)
+    owed = [way.results[0].pending_axes for way in product]
+    assert owed[:most] == [("x",)] * most and () in owed[most:]
+    assert [sorts_of(search, nodes[0])(way)[1] for way in product].count(True) >= 1
+    sorts = {(whole, (owed,)) for whole in (False, True) for owed in ((), (("x", "sum"),))}
+    found = {(whole, owed) for whole, _, owed in map(sorts_of(search, nodes[1]), negated)}
+    assert found == sorts and len(negated) <= most + 5
+
+
+def chain(x, count: int):
+    for _ in range(count):
+        x = jnp.sin(x)
+    return x
+
+
+def test_lists_are_the_shorter_the_more_nodes_a_program_has():
+    """Those of bodies among them; within bounds."""
+
+    def longest(count: int) -> set[int]:
+        return set(lengths(graph(lambda x: chain(x, count), (4,))).values())
+
+    few, many = ENOUGH // MOST, ENOUGH // FEWEST
+    assert longest(1) == longest(few) == {MOST} and longest(few + 1) == {ENOUGH // (few + 1)} != {MOST}
+    assert longest(many + 1) == {FEWEST} == longest(2 * many)
+    looped = graph(lambda x: lax.scan(lambda c, _: (chain(c, 399), None), x, length=3)[0], (4,))
+    found = lengths(looped)
+    assert found == dict.fromkeys(looped.walk(), ENOUGH // 400) and len(found) == 400
+
+
+def test_what_stands_beside_a_program_makes_no_list_of_it_shorter():
+    program = graph(lambda x, y: (chain(x, 400), jnp.cos(y), jnp.arange(3)), (4,), (4,))
+    found = {node.name: most for node, most in lengths(program).items()}
+    assert found == {"sin": ENOUGH // 400, "cos": MOST, "iota": MOST}
 
 
 @CASES
@@ -110,7 +190,8 @@ def test_what_is_fused_is_not_alike():
 
     search = laid_out(graph(f, (16, 8), (16, 8)), (P("x"), P("x")))
     once, twice = (ways for node, ways in ways_of(search) if node.name == "sin")
-    assert once is not twice and once[0].memory == 0 and twice[0].memory == 4 * 8 * 4
+    assert once is not twice and once[0].results == twice[0].results == (layout(P(AXES), (16, 8)),)
+    assert once[0].memory == 0 and twice[0].memory == 1 * 8 * 4
 
 
 def test_an_annotation_has_one_way():
@@ -129,6 +210,33 @@ def test_nothing_is_split_over_hidden_axes():
     owed = {a for way in ways for lay in (*way.operands, *way.results) for a in lay.pending_axes}
     assert search.ports[the("scan", program)].split is not None
     assert "x" not in used | owed and "y" in used
+
+
+def used_in(ways):
+    return {a for way in ways for lay in (*way.operands, *way.results) for a in lay.sharding.axes}
+
+
+def test_axes_of_one_device_split_nothing():
+    sizes = Network({"x": 4, "one": 1, "y": 2}, SIZES.chip)
+    for _, ways in ways_of(laid_out(program_of("product"), (P("x"), P()), sizes=sizes)):
+        assert used_in(ways) == {"x", "y"}
+
+
+def test_some_are_split_only_as_some_sharding_is(monkeypatch):
+    """All where idle axes are not used, else what is registered so: nor dims that nobody splits."""
+    program = graph(jnp.tanh, (16, 8))
+    known = complete(program, [from_spec(P("x"), 2)], SIZES)
+    made, requested = [{layout(P("x"), (16, 8)): 0.0}], [(layout(P("x"), (16, 8)),)] * 2
+
+    def ways(as_suggested):
+        each = Alternatives(program, known, as_suggested)
+        return each.of(program.nodes[0], made, requested, frozenset())[0]
+
+    free, narrow = map(ways, (False, True))
+    monkeypatch.setitem(RULES, "tanh", replace(RULES["tanh"], as_suggested=True))
+    assert layouts_of(ways(False)) == layouts_of(narrow)
+    assert [way.operands[0].sharding.spec for way in narrow] == [P("x", None), P(None, None)]
+    assert used_in(free) == set(AXES) and set(layouts_of(narrow)) < set(layouts_of(free))
 
 
 @pytest.mark.parametrize("count, specs", [(1, P()), (2, P("y")), (4, P("x")), (16, P(("x", "y", "z")))])
@@ -164,6 +272,19 @@ def test_traffic_of_more_bytes_never_costs_less():
     large, small = search.network.compute(0, 2.0**38), search.network.compute(0, 2.0**12)
     assert prices[-9] == pytest.approx(search.network.compute(0, 2.0**37.75), rel=1e-3)
     assert search.alternatives.traffic_price(2.0**12) <= small and large > small
+
+
+@pytest.mark.parametrize(
+    "rows, sent, is_copied", [(4, [4], False), (8, [4], False), (3, [3], True), (5, [1, 3], True)]
+)
+def test_whole_shards_that_shift_are_not_copied_once_more(rows, sent, is_copied):
+    """What a ppermute brings is the result, if it is all of it; parts are read and put together."""
+    sizes, shard = Network({"x": 4}, SIZES.chip), 4 * 8 * 4
+    how = {"mesh": auto_mesh(**sizes), "in_shardings": P("x"), "options": sx.Options(chip="slow")}
+    plan = sx.shard_jit(lambda x: jnp.roll(x, rows, 0), **how).plan(jax.ShapeDtypeStruct((16, 8), "float32"))
+    assert sorted(c.nbytes for c in plan.collectives) == [n * 8 * 4 for n in sent]
+    moved = sum(sizes.collective("ppermute", ("x",), n * 8 * 4) for n in sent)
+    assert plan.decisions.price == moved + is_copied * sizes.compute(0, 2 * shard)
 
 
 def test_what_stands_in_memory():

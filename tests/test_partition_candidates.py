@@ -9,24 +9,28 @@ from jax.sharding import PartitionSpec as P
 
 from shardax.partition import candidates
 from shardax.partition.candidates import (
+    BUSY,
     Offer,
     assignments,
     candidate_of,
     compatible,
+    in_order,
+    is_many,
     options_of,
     suggest,
     waits,
     whole,
 )
-from shardax.sharding import Padding, Sharding
+from shardax.sharding import Padding, Sharding, shard_count
 from shardax.spmd_rules.localize import fits, reduced_pending
 from shardax.spmd_rules.registry import LINEAR, MOVES, Split
-from shardax.spmd_rules.rule import Factors, bind, parse
+from shardax.spmd_rules.rule import KEEP, Factors, bind, parse
 from tests.choices import SIZES, layout
 
 pytestmark = pytest.mark.quick
 
 AXES = tuple(SIZES)
+NONE, ALL = Offer(), Offer(AXES)
 PADDING = Padding(SIZES)
 CASES = {
     "product": ("m k+, k+ n -> m n", ((10, 16), (16, 9)), ((10, 9),)),
@@ -58,9 +62,9 @@ def random_layouts(name: str, seed: int) -> list:
 
 
 class Space:
-    """What layouts suggest for a rule."""
+    """What layouts and the axes on offer suggest for a rule."""
 
-    def __init__(self, name: str, layouts, offer=Offer(reduced=True)):  # noqa: B008  (frozen)
+    def __init__(self, name: str, layouts, offer=ALL):
         self.factors = factors_of(name)
         tensors = self.factors.results + self.factors.operands
         self.suggestions = suggest(layouts, tensors, self.factors, PADDING, offer)
@@ -103,10 +107,13 @@ def test_every_suggested_split_is_among_the_options(name, seed):
 
 
 @pytest.mark.parametrize("name, seed", spaces())
-def test_to_the_first_nothing_can_be_added(name, seed):
-    space = Space(name, random_layouts(name, seed))
-    first, last = space.ways[0], space.ways[-1]
-    assert last == {}
+@pytest.mark.parametrize("offer", [NONE, ALL])
+def test_to_the_first_nothing_can_be_added(name, seed, offer):
+    """But to what each layout suggests, which comes before where there are too many."""
+    space = Space(name, random_layouts(name, seed), offer)
+    ways = list(assignments(space.options, space.factors, SIZES, list))
+    first, last = ways[0], ways[-1]
+    assert last == {} == space.ways[-1]
     for way in itertools.chain.from_iterable(space.options):
         more = {**first, **way}
         added = first.keys().isdisjoint(way) and compatible(space.factors, more, ())
@@ -114,18 +121,18 @@ def test_to_the_first_nothing_can_be_added(name, seed):
 
 
 @pytest.mark.parametrize("name, seed", spaces())
-def test_none_that_fits_is_missing(name, seed):
-    space = Space(name, random_layouts(name, seed))
+@pytest.mark.parametrize("offer", [NONE, ALL])
+def test_none_that_fits_is_missing(name, seed, offer):
+    """Also where all combinations are too many, few of them can be laid out. Each comes once, if they are not."""
+    space = Space(name, random_layouts(name, seed), offer)
     every = [
         {f: split for way in ways for f, split in way.items()}
         for ways in itertools.product(*([*ways, {}] for ways in space.options))
     ]
     fitting = [s for s in every if compatible(space.factors, s, ()) and fits(space.factors, s, SIZES)]
-    if (name, seed) == ("batched product", 4):  # more than there is patience for
-        assert len(every) > 256 and all(s in fitting for s in space.ways)
-        return
-    assert len(every) <= 256 and all(s in space.ways for s in fitting)
-    assert all(s in fitting and space.ways.count(s) == 1 for s in space.ways)
+    assert all(s in space.ways for s in fitting) and all(s in fitting for s in space.ways)
+    assert is_many(space.options) == (len(every) > 256)
+    assert is_many(space.options) or all(space.ways.count(s) == 1 for s in space.ways)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -152,41 +159,116 @@ def test_where_there_are_too_many_what_each_layout_suggests_is_among_them(monkey
     monkeypatch.setattr(candidates, "_MOST_CANDIDATES", 4)
     layouts = [[layout(s, (4, 8, 8))] for s in (P("x"), P(None, "y"), P(None, None, "z"))]
     layouts[1:] = [[layout(s, n)] for s, n in ((P("y", "x"), (4, 8, 16)), (P("z", None, "x"), (4, 16, 8)))]
-    ways = Space("batched product", layouts).ways
-    assert {"b": Split(("y",), 4), "m": Split(("x",), 8)} in ways and ways[-1] == {}
-    assert {"b": Split(("z",), 4), "n": Split(("x",), 8)} in ways and len(ways) <= 1 + 3 + 4 + 1
+    for offer in (NONE, ALL):
+        ways = Space("batched product", layouts, offer).ways
+        assert {"b": Split(("y",), 4), "m": Split(("x",), 8)} in ways and ways[-1] == {}
+        assert {"b": Split(("z",), 4), "n": Split(("x",), 8)} in ways and len(ways) <= 3 + 4 + 1
 
 
 def test_windowed_dims_are_split_over_the_same_axes():
-    ways = Space("window", [[layout(P("y"), (14, 6))], [layout(P("x"), (16, 6))]]).ways
-    split = [tuple(way[f].axes for f in ("h~14", "h~16") if f in way) for way in ways]
-    own, both = {(("x",),), (("y",),)}, {(("x",),) * 2, (("y",),) * 2}
-    assert set(split) - {()} == own | both  # of the operand, parts may be cut out
-    assert all("h~14" in way for way in ways if "h~16" in way)
-    blocks = {way["h~14"].padded for way in ways if "h~14" in way and way["h~14"].axes == ("x",)}
-    assert blocks == {16}  # four blocks of four, its own and those of the other
+    layouts = [[layout(P("y"), (14, 6))], [layout(P("x"), (16, 6))]]
+    offered = [("x", "y", "z"), ("y", "x", "z"), ("z",)]
+    for offer, axes in ((NONE, [("x",), ("y",)]), (ALL, [("x",), ("y",), *offered])):
+        ways = Space("window", layouts, offer).ways
+        split = [tuple(way[f].axes for f in ("h~14", "h~16") if f in way) for way in ways]
+        own, both = {(a,) for a in axes}, {(a, a) for a in axes}
+        assert set(split) - {()} == own | both  # of the operand, parts may be cut out
+        assert all("h~14" in way for way in ways if "h~16" in way)
+        blocks = {way["h~14"].padded for way in ways if "h~14" in way and way["h~14"].axes == ("x",)}
+        assert blocks == {16}  # four blocks of four, its own and those of the other
 
 
-def test_axes_of_tokens_go_to_experts_that_all_share():
-    layouts = [
-        [layout(P(), (4, 8, 8))],
-        [layout(P(None, "x"), (4, 8, 16))],
-        [layout(P("y"), (4, 16, 8))],
+def test_axes_on_offer_split_together_with_the_others_or_alone():
+    """All of them; those that split a dim somewhere, alone and with all others; each."""
+    some = ("x", "z"), ("y",)
+    assert ALL.groups([]) == [("x", "y", "z"), ("x",), ("y",), ("z",)]
+    assert ALL.groups(some) == [
+        ("x", "y", "z"),
+        *(("x", "z"), ("y",)),
+        *(("x", "z", "y"), ("y", "x", "z")),
+        *(("x",), ("z",)),
     ]
-    assert Split(("y", "x"), 4) not in Space("batched product", layouts).suggestions["b"]
-    shared = Space("batched product", layouts, Offer(shared=True)).suggestions
-    assert Split(("x",), 4) in shared["b"] and Split(("y",), 16) not in shared.get("n", [])
+    assert Offer(("x",)).groups([("y",)]) == [("x",), ("y",), ("y", "x")]
+
+
+def test_axes_that_are_one_go_together():
+    offer = Offer(AXES, whole=(("x", "y"),))
+    assert offer.groups([]) == [("x", "y", "z"), ("x", "y"), ("z",)]
+    apart = offer.groups([("y",)])  # some layout has it so in any case
+    assert ("y",) in apart and ("x",) not in apart
+
+
+@pytest.mark.parametrize("name, seed", spaces())
+def test_every_axis_on_offer_may_split_every_dim(name, seed):
+    """Whatever splits it now, so that not fewer than one device in eight gets an element."""
+    layouts = random_layouts(name, seed)
+    space = Space(name, layouts)
+    every = [AXES, *((a,) for a in AXES)]
+    for of_tensor, dims in zip(layouts, space.factors.results + space.factors.operands, strict=True):
+        for made, (d, dim) in itertools.product(of_tensor, enumerate(dims)):
+            if len(dim) == 1 and dims.count(dim) == 1 and made.dims[d]:
+                every += [made.dims[d], made.dims[d] + tuple(a for a in AXES if a not in made.dims[d])]
+    kept = {f: n for f, n in space.factors.sizes.items() if space.factors.type_of(f) == KEEP}
+    for (factor, size), axes in itertools.product(kept.items(), every):
+        assert BUSY * size >= shard_count(axes, SIZES)
+        assert Split(axes, PADDING.padded(size, axes)) in space.suggestions[factor]
+
+
+@pytest.mark.parametrize("name, seed", spaces())
+def test_axes_that_are_not_on_offer_split_what_they_split_in_some_layout(name, seed):
+    """With nothing on offer a dim is split as a layout has it; one that cannot be split loses its axes."""
+    layouts = random_layouts(name, seed)
+    few, more = (Space(name, layouts, offer).suggestions for offer in (NONE, Offer(("z",))))
+    have = {dim for of_tensor in layouts for made in of_tensor for dim in made.dims if dim}
+    parts = {axes[i:j] for axes in have for j in range(len(axes) + 1) for i in range(j)}
+    assert {split.axes for splits in few.values() for split in splits} <= parts
+    assert few.keys() <= more.keys() and all(set(few[f]) <= set(more[f]) for f in few)
+    added = {split.axes for f in more for split in more[f] if split not in few.get(f, [])}
+    assert all(axes in parts or axes[-1] == "z" for axes in added)
+
+
+def test_few_elements_are_not_offered_to_many_devices():
+    """To no more than eight for each, one to none at all. What is reduced is split as a layout has it."""
+    many, x, y, both = Padding({"x": 16, "y": 2}), ("x",), ("y",), ("x", "y")
+    for size, offered in ((1, {}), (2, {"a": {x, y}}), (4, {"a": {both, x, y}})):
+        factors = bind(parse("a k+ -> a"), ((size, 64),), ((size,),))
+        found = suggest([[], []], factors.results + factors.operands, factors, many, Offer(both))
+        assert {factor: {split.axes for split in splits} for factor, splits in found.items()} == offered
 
 
 def test_axes_of_what_must_be_whole_go_to_another_dim():
-    ways = Space("unsplit", [[layout(P(), (10, 16))], [layout(P(None, "x"), (10, 16))]]).ways
-    assert ways[0] == {"a": Split(("x",), 12)} and all("b" not in way for way in ways)
+    layouts = [[layout(P(), (10, 16))], [layout(P(None, "x"), (10, 16))]]
+    ways = Space("unsplit", layouts, NONE).ways
+    assert ways == [{"a": Split(("x",), 12)}, {}]
+    more = Space("unsplit", layouts).ways
+    assert all(way in more for way in ways) and all("b" not in way for way in more)
+
+
+def test_they_do_so_where_fewer_than_an_eighth_of_the_devices_have_an_element():
+    """There may be no other way; other axes that may not are not offered then."""
+    sizes, factors = {"x": 16, "y": 16}, bind(parse("a b! -> a b!"), ((2, 64),), ((2, 64),))
+    layouts = [[layout(spec, (2, 64), sizes=sizes)] for spec in (P(), P(None, ("x", "y")))]
+    tensors = factors.results + factors.operands
+    for specs, offered in ((layouts, {("x", "y"), ("x",), ("y",)}), (layouts[:1] * 2, {("x",), ("y",)})):
+        found = suggest(specs, tensors, factors, Padding(sizes), Offer(("x", "y")))
+        assert found.keys() == {"a"} and {split.axes for split in found["a"]} == offered
 
 
 def test_idle_axes_split_a_dim_that_nobody_splits():
     layouts = [[layout(P(), (12,))], [layout(P("x"), (12, 7))]]
-    assert {"a": Split(("x", "y"), 16)} not in Space("reduction", layouts).ways
-    assert {"a": Split(("x", "y"), 16)} in Space("reduction", layouts, Offer(idle=("y",))).ways
+    assert {"a": Split(("x", "y"), 16)} not in Space("reduction", layouts, NONE).ways
+    assert {"a": Split(("x", "y"), 16)} in Space("reduction", layouts, Offer(("y",))).ways
+
+
+@pytest.mark.parametrize("name, seed", spaces())
+def test_whoever_suggested_first_they_come_in_one_order(name, seed):
+    layouts = random_layouts(name, seed)
+    first, last = (
+        in_order(Space(name, [of_tensor[::step] for of_tensor in layouts]).suggestions) for step in (1, -1)
+    )
+    assert first == last and list(first) == list(last) == sorted(first)
+    for splits in first.values():
+        assert [len(split.axes) for split in splits] == sorted([len(s.axes) for s in splits], reverse=True)
 
 
 def test_pending_operands_wait_together_each_alone_or_not_at_all():

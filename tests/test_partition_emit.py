@@ -109,10 +109,11 @@ def test_each_device_makes_what_it_can_make():
         rows = lax.iota("float32", 64)
         return a * rows, rows
 
-    decisions = chosen(laid_out(graph(f, (64,)), (P("x"),), (P("x"), P())))
+    rows = P(("x", "y", "z"))  # no axis is left over which to split the product, and gather it
+    decisions = chosen(laid_out(graph(f, (64,)), (rows,), (rows, P())))
     made = {step.results[0] for node, step in decisions.pairs() if node.name == "iota"}
     assert not list(equations(emitted(decisions).jaxpr, *SENDING))
-    assert made == {layout(P("x"), (64,))} and len(list(equations(emitted(decisions).jaxpr, "iota"))) > 1
+    assert made == {layout(rows, (64,))} and len(list(equations(emitted(decisions).jaxpr, "iota"))) > 1
 
 
 def test_shardings_are_shown_in_the_words_of_whom_it_is_for():

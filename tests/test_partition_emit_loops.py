@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.cost.network import Network
 from shardax.partition.decisions import local_trip_count
 from shardax.partition.emit_loops import switch
 from tests.choices import SENDING, SIZES, chosen, emitted, equations, laid_out
@@ -15,6 +16,7 @@ from tests.graphs import auto_mesh, graph, the
 
 pytestmark = pytest.mark.quick
 
+LINE = Network({"x": 4}, SIZES.chip)  # no axis is left for what one iteration does
 SPECS = [(P("x"), P()), (P("x", "y"), P("y", "z")), (P(None, ("x", "z")), P("z"))]
 
 
@@ -34,11 +36,11 @@ def mapped(xs, w):
     return lax.scan(lambda t, x: (t + x.sum(), jnp.sin(x @ w)), 0.0, xs)
 
 
-def ran(f, specs, *shapes, outs=None):
+def ran(f, specs, *shapes, sizes=SIZES):
     """The equation of the loop on shards; its node, with its decision."""
-    decisions = chosen(laid_out(graph(f, *(shapes or ((10, 16), (16, 16)))), specs, outs))
+    decisions = chosen(laid_out(graph(f, *(shapes or ((10, 16), (16, 16)))), specs, sizes=sizes))
     ((node, decision),) = ((n, d) for n, d in decisions.pairs() if n.bodies)
-    local = emitted(decisions)
+    local = emitted(decisions, sizes=sizes)
     return next(equations(local.jaxpr, node.name)), node, decision
 
 
@@ -66,10 +68,10 @@ def test_each_device_runs_its_block_of_a_map(length, trips, reverse):
     def f(xs, w):
         return lax.scan(lambda t, x: (t + x.sum(), jnp.sin(x @ w)), 0.0, xs, reverse=reverse)
 
-    eqn, node, decision = ran(f, (P("x"), P()), (length, 6, 4), (4, 4))
-    assert eqn.params["length"] == trips == local_trip_count(node, decision, SIZES)
+    eqn, node, decision = ran(f, (P("x"), P()), (length, 6, 4), (4, 4), sizes=LINE)
+    assert eqn.params["length"] == trips == local_trip_count(node, decision, LINE)
     assert eqn.params["reverse"] == reverse
-    assert eqn.outvars[-1].aval.shape == decision.results[-1].local_shape(SIZES) == (trips, 6, 4)
+    assert eqn.outvars[-1].aval.shape == decision.results[-1].local_shape(LINE) == (trips, 6, 4)
 
 
 @pytest.mark.parametrize("length, selects", [(8, 0), (10, 1)])
@@ -81,13 +83,13 @@ def test_only_blocks_of_unequal_trips_are_guarded(length, selects):
 
 
 def test_a_device_keeps_its_block_of_what_all_of_them_make():
-    """No device has the whole stack, and none sends for it."""
+    """No device has the whole stack, and none sends for it, on a chip that does not split six sines."""
 
     def f(a):
         return sx.annotate(lax.scan(lambda c, _: (jnp.sin(c), c), a, length=8)[1], P("x"))
 
     with jax.sharding.use_abstract_mesh(auto_mesh(**SIZES)):
-        decisions = chosen(laid_out(graph(f, (6,)), (P(),)))
+        decisions = chosen(laid_out(graph(f, (6,)), (P(),), sizes=Network(SIZES)))
     local = emitted(decisions).jaxpr
     (eqn,) = equations(local, "scan")
     shapes = [v.aval.shape for v in eqn.outvars]

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardax as sx
 from shardax.cost import noted
+from shardax.cost.network import Network
 from shardax.partition.ports import iteration_splits
 from shardax.sharding import replicated_layout
 from shardax.spmd_rules.registry import Split
@@ -16,6 +17,7 @@ from tests.graphs import auto_mesh, graph, the
 
 pytestmark = pytest.mark.quick
 
+LINE = Network({"x": 4}, SIZES.chip)  # no axis is left over which bodies could split carries otherwise
 SPECS = [(P("x"), P()), (P("x", "y"), P("y", "z")), (P(None, ("x", "z")), P("z"))]
 
 
@@ -42,8 +44,8 @@ def mapped(xs, w):
     return lax.scan(lambda t, x: (t + x.sum(), jnp.sin(x @ w)), 0.0, xs)
 
 
-def ports_of(f, specs, *shapes):
-    search = laid_out(graph(f, *(shapes or ((10, 16), (16, 16)))), specs)
+def ports_of(f, specs, *shapes, sizes=SIZES):
+    search = laid_out(graph(f, *(shapes or ((10, 16), (16, 16)))), specs, sizes=sizes)
     ((node, ports),) = search.ports.items()
     return search, node, ports
 
@@ -100,7 +102,7 @@ def adding(a, w):
 
 def test_a_carry_that_is_tested_owes_nothing():
     """The other may be kept as the parts of a sum, in the next round, once its body gives it back so."""
-    search, _, ports = ports_of(adding, (P(None, "x"), P("x")))
+    search, _, ports = ports_of(adding, (P(None, "x"), P("x")), sizes=LINE)
     keys = [search.open_carries[port] for port in ports.carries]
     assert [may_owe for *_, may_owe in keys] == [False, True]
     assert [[lay.pending_axes for lay in search.left[key]] for key, *_ in keys] == [[], [("x",)]]
@@ -176,8 +178,8 @@ def kept(around):
             total = lax.scan(lambda t, _: (t + a @ w, None), jnp.zeros((10, 16)), length=3)[0]
         return sx.annotate(total, P("x"))
 
-    with jax.sharding.use_abstract_mesh(auto_mesh(**SIZES)):
-        search = laid_out(graph(f, (10, 16), (16, 16)), (P(None, "x"), P("x")))
+    with jax.sharding.use_abstract_mesh(auto_mesh(**LINE)):
+        search = laid_out(graph(f, (10, 16), (16, 16)), (P(None, "x"), P("x")), sizes=LINE)
     return {lay.pending_axes for layouts in search.left.values() for lay in layouts}
 
 

@@ -5,12 +5,13 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from shardax.cost.network import Network
 from shardax.ledger import causes
 from shardax.partition.decisions import Decision, Origin
 from shardax.partition.owed import Owed, united
 from shardax.partition.reasons import Resharded, Settled
 from shardax.sharding import replicated_layout
-from tests.choices import SENDING, chosen, emitted, equations, laid_out, layout, steps
+from tests.choices import SENDING, SIZES, chosen, emitted, equations, laid_out, layout, steps
 from tests.graphs import graph
 
 pytestmark = pytest.mark.quick
@@ -30,13 +31,13 @@ def looped(x, u, v):
 CONTRACTED = P(None, "x"), P("x"), P("x")
 
 
-def decided(f, ins=CONTRACTED, outs=None):
-    return chosen(laid_out(graph(f, (10, 64), (64, 64), (64, 64)), ins, outs))
+def decided(f, ins=CONTRACTED, outs=None, sizes=SIZES):
+    return chosen(laid_out(graph(f, (10, 64), (64, 64), (64, 64)), ins, outs, sizes))
 
 
-def sent(decisions):
+def sent(decisions, sizes=SIZES):
     """Of each collective: its axes, and its cause."""
-    for eqn in equations(emitted(decisions).jaxpr, *SENDING):
+    for eqn in equations(emitted(decisions, sizes=sizes).jaxpr, *SENDING):
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         axes = axes if isinstance(axes, tuple) else (axes,)
         yield axes, causes.of(eqn.source_info.name_stack).cause
@@ -57,15 +58,19 @@ def test_every_collective_has_the_cause_that_it_is_there_for(f, ins):
 
 
 def test_a_result_that_is_resharded_has_no_reader():
-    (whole,) = sent(decided(lambda x, u, v: (jnp.sin(x), u, v)[0], (P("x"), P(), P()), (P(None, None),)))
+    columns = P(None, ("x", "y", "z"))  # by all devices, as a sine is made that is sent in any case
+    (whole,) = sent(decided(lambda x, u, v: (jnp.sin(x), u, v)[0], (columns, P(), P()), (P(None, None),)))
     assert isinstance(whole[1], Resharded) and whole[1].reader is None and whole[1].place == 0
-    assert (whole[1].source, whole[1].target) == (layout(P("x"), (10, 64)), replicated_layout((10, 64)))
+    assert (whole[1].source, whole[1].target) == (layout(columns, (10, 64)), replicated_layout((10, 64)))
 
 
 def test_a_sum_is_settled_for_the_contributions_that_it_has():
-    ((axes, cause),) = sent(decided(summed))
+    """Before a sine that all devices compute: a slow chip, or one with more axes, would split that first."""
+    line = Network({"x": 4})
+    decisions = decided(summed, sizes=line)
+    ((axes, cause),) = sent(decisions, line)
     assert isinstance(cause, Settled) and axes == ("x",)
-    made = [node for node, _ in decided(summed).pairs() if node.name == "dot_general"]
+    made = [node for node, _ in decisions.pairs() if node.name == "dot_general"]
     newest, older = cause.owed.origins()
     assert (newest.node.line, older.node.line) == (made[1].line, made[0].line)
     assert cause.also == (older.node.line,)

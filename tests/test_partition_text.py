@@ -26,38 +26,38 @@ def planned(f, *shapes, specs):
 
 
 def test_a_contraction():
-    plan = planned(lambda x, w: jnp.sin(x @ w) * 2, (8, 16), (16, 12), specs=(P("x"), P("y")))
+    plan = planned(lambda x, w: jnp.sin(x @ w) * 2, (16, 16), (16, 12), specs=(P("x"), P("y")))
     assert str(plan.graph) == cleandoc("""
-        (a:f32[8,16] b:f32[16,12])
-        c:f32[8,16] = annotate a
+        (a:f32[16,16] b:f32[16,12])
+        c:f32[16,16] = annotate a
         d:f32[16,12] = annotate b
-        e:f32[8,12] = dot_general c d
-        f:f32[8,12] = sin e
-        g:f32[8,12] = mul f 2.0
+        e:f32[16,12] = dot_general c d
+        f:f32[16,12] = sin e
+        g:f32[16,12] = mul f 2.0
         -> g""")
     assert str(plan.values) == cleandoc("""
-        argument             f32[8,16]      P('x', None)
+        argument             f32[16,16]     P('x', None)
         argument             f32[16,12]     P('y', None)
-        dot_general          f32[8,12]      P('x', None)
-        sin                  f32[8,12]      P('x', None)
-        mul                  f32[8,12]      P('x', None)""")
+        dot_general          f32[16,12]     P('x', None)
+        sin                  f32[16,12]     P('x', None)
+        mul                  f32[16,12]     P('x', None)""")
     assert str(plan.decisions) == cleandoc("""
-        arguments: P('x', None)@[8, 16], P('y', None)@[16, 12]
-        annotate: P('x', None)@[8, 16] -> P('x', None)@[8, 16]
+        arguments: P('x', None)@[16, 16], P('y', None)@[16, 12]
+        annotate: P('x', None)@[16, 16] -> P('x', None)@[16, 16]
         annotate: P('y', None)@[16, 12] -> P('y', None)@[16, 12]
-        dot_general: P('x', None)@[8, 16], P(None, 'y')@[16, 12] -> P('x', 'y')@[8, 12]
+        dot_general: P('x', None)@[16, 16], P(None, 'y')@[16, 12] -> P('x', 'y')@[16, 12]
           operand 1 from P('y', None)@[16, 12]
-        sin: P('x', 'y')@[8, 12] -> P('x', 'y')@[8, 12]
-        mul: P('x', 'y')@[8, 12], P()@[] -> P('x', 'y')@[8, 12]
-        results: P('x', None)@[8, 12]
-          result 0 from P('x', 'y')@[8, 12]""")
+        sin: P('x', 'y')@[16, 12] -> P('x', 'y')@[16, 12]
+        mul: P('x', 'y')@[16, 12], P()@[] -> P('x', 'y')@[16, 12]
+        results: P('x', None)@[16, 12]
+          result 0 from P('x', 'y')@[16, 12]""")
 
 
 def test_a_loop():
     def f(x):
         return lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x)
 
-    plan = planned(f, (8, 4), specs=P("x"))
+    plan = planned(f, (8, 4), specs=P("x", "y"))
     assert str(plan.graph) == cleandoc("""
         (a:f32[8,4])
         b:f32[8,4] = annotate a
@@ -67,12 +67,12 @@ def test_a_loop():
             -> e
         -> c""")
     assert str(plan.values) == cleandoc("""
-        argument             f32[8,4]       P('x', None)
+        argument             f32[8,4]       P('x', 'y')
         scan of
-          argument             f32[8,4]       P('x', None)
-          sin                  f32[8,4]       P('x', None)
-        scan                 f32[8,4]       P('x', None)""")
-    assert "\n  sin: P('x', None)@[8, 4] -> P('x', None)@[8, 4]\n" in str(plan.decisions)
+          argument             f32[8,4]       P('x', 'y')
+          sin                  f32[8,4]       P('x', 'y')
+        scan                 f32[8,4]       P('x', 'y')""")
+    assert "\n  sin: P('x', 'y')@[8, 4] -> P('x', 'y')@[8, 4]\n" in str(plan.decisions)
 
 
 def test_literals_and_many_names():

@@ -59,11 +59,11 @@ def packing_of(grad, shapes, **said):
     return sx.pipeline.packing(grad, shapes, X, X, mesh=MESH, **said)
 
 
-def packed_plan(grad, shapes):
+def packed_plan(grad, shapes, chip=None):
     packing = packing_of(grad, shapes)
     packed = jax.eval_shape(partial(sx.pipeline.pack, packing=packing), shapes)
-    step = sx.shard_jit(grad, mesh=MESH, in_shardings=(packing.specs, P("data"), P("data")))
-    return step.plan(packed, X, X), packed
+    how = {"in_shardings": (packing.specs, P("data"), P("data")), "options": sx.Options(chip=chip)}
+    return sx.shard_jit(grad, mesh=MESH, **how).plan(packed, X, X), packed
 
 
 def resident(plan, tree) -> int:
@@ -74,9 +74,12 @@ def resident(plan, tree) -> int:
 
 @pytest.mark.parametrize("layers", [8, 7])
 def test_unrolled_layers_rest_on_their_stages_and_stay_there(layers):
-    """A quarter of the bytes, but for what the fullest stage has more than others; nothing is dealt out."""
+    """A quarter of the bytes, but for what the fullest stage has more than others; nothing is dealt out. On the
+    nominal chip the embedding's gradient, which lies in one array with that of a layer, would be scattered in each
+    tick of seven layers: to add up halves of it takes 0.07 % less time there.
+    """
     shapes = params(layers)
-    plan, packed = packed_plan(grad_of(loss), shapes)
+    plan, packed = packed_plan(grad_of(loss), shapes, "H100")
     whole = sum(x.size * 4 for x in jax.tree.leaves(shapes))
     assert resident(plan, packed) < 0.31 * whole
     over_stages = {c.kind for c in plan.collectives if "stage" in c.axes and c.nbytes > 100}
@@ -147,7 +150,8 @@ def test_stacked_layers_rest_in_the_order_of_the_chunks(schedule):
     assert rows == [((0, 2), (2, 4), (4, 6), (6, 8)), later[:: -1 if schedule == "zbv" else 1]]
     large = [c for c in plan.collectives if c.operands[0].shape[-2:] == (M, M)]
     assert {(c.axes, c.trips) for c in large} == {(("data",), 1)}
-    assert {c.kind for c in large} <= {"all_reduce", "reduce_scatter"}
+    assert sum(c.kind in ("all_reduce", "reduce_scatter") for c in large) == 2  # one for each array
+    assert {c.reason[:6] for c in large if c.kind == "all_gather"} <= {"result"}
 
 
 def unlike(params, x, y):

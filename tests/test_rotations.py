@@ -31,28 +31,38 @@ def test_rotations_by_what_is_known_when_they_run(name, rows):
         np.testing.assert_allclose(
             step(x, k), jax.jit(ROLLS[name])(x, k), rtol=1e-5, atol=1e-6, err_msg=str(k)
         )
-    if rows == 16 and name in (
-        "rows",
-        "gradient",
-    ):  # blocks go on by 1, 2, 4 devices and to the next; to gather them is 7
-        plan, there = step.plan(x, 1), [("ppermute", 2 * 4096 * 4)] * 4
-        assert [(c.kind, c.nbytes) for c in plan.collectives[:4]] == there
-        assert plan.comm_bytes <= sum(nbytes for _, nbytes in there) * (
-            2 if name == "gradient" else 1
-        )  # it rolls back too
+
+
+@pytest.mark.parametrize("name, times", [("rows", 1), ("gradient", 2)])
+def test_a_lone_dim_rotates_step_by_step(name, times):
+    """Blocks go on by 1, 2, 4 devices and to the next; to gather them is 7. (Of many columns, each device
+    would roll its part.)
+    """
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    x = np.random.RandomState(0).randn(8 * 8192, 1).astype("float32")
+    step = sx.shard_jit(ROLLS[name], mesh=mesh, in_shardings=(P("x"), None), out_shardings=P("x"))
+    for k in (0, -1, 5, 20000):
+        np.testing.assert_allclose(
+            step(x, k), jax.jit(ROLLS[name])(x, k), rtol=1e-5, atol=1e-6, err_msg=str(k)
+        )
+    found = [(c.kind, c.nbytes) for c in step.plan(x, 1).collectives]
+    assert found == [("ppermute", 8192 * 4)] * 4 * times
 
 
 def test_uneven_rotations_step_by_step(monkeypatch):
     """On as many devices as there are here, to gather sends less."""
     monkeypatch.setattr(rotation, "_hops", lambda local: 1)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    x, slow = np.random.RandomState(0).randn(91).astype("float32"), {"options": sx.Options(chip="slow")}
-    step = sx.shard_jit(
-        ROLLS["rows"], mesh=mesh, in_shardings=(P(("y", "x")), None), out_shardings=P(("y", "x")), **slow
-    )
-    for k in range(14):
+    x = np.random.RandomState(0).randn(9100).astype("float32")  # in shards of 1138
+
+    @sx.shard_jit(mesh=mesh)
+    def step(x, k):
+        return jnp.roll(sx.annotate(x, P(("y", "x"))), k, 0)
+
+    for k in range(0, 14 * 95, 95):
         np.testing.assert_array_equal(step(x, k), jnp.roll(x, k, 0), err_msg=str(k))
-    assert {c.kind for c in step.plan(x, 1).collectives} >= {"ppermute"}
+    sent = [c for c in step.plan(x, 1).collectives if c.reason == "rows of rotate_by"]
+    assert [(c.kind, c.nbytes) for c in sent] == [("ppermute", 1138 * 4)] * 7
 
 
 def test_parts_put_together_again_send_nothing():

@@ -14,6 +14,9 @@ import shardax as sx
 EXPLICIT = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 THREE = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Explicit,) * 3)
 AUTO = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+LINE, AUTO_LINE = (
+    jax.make_mesh((4,), ("x",), axis_types=(kind,)) for kind in (AxisType.Explicit, AxisType.Auto)
+)  # y would split columns: less to sum, and an all_gather
 OWING, REDUCED = P(unreduced={"x"}), P(reduced={"x"})
 
 
@@ -210,7 +213,6 @@ def test_gradients_of_reduced_weights_are_unreduced(inside, weights):
 
 def test_one_sum_for_all_microbatches():
     """The gradients of microbatches are added up before their sum over the devices is done."""
-    w, xs = put(ramp(8, 7), reduced={"x"}), put(ramp(3, 12, 8), None, "x")
 
     def step(w, xs):
         grad = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
@@ -218,7 +220,8 @@ def test_one_sum_for_all_microbatches():
         total = jax.lax.scan(lambda total, x: (total + grad(w, x), None), zeros, xs)[0]
         return reshard(total, P("x"))
 
-    result, sent = by_both(step, w, xs)
+    with jax.set_mesh(LINE):
+        result, sent = by_both(step, put(ramp(8, 7), reduced={"x"}), put(ramp(3, 12, 8), None, "x"))
     assert sent == ["reduce_scatter"]
     expected = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())(ramp(8, 7), ramp(36, 8))
     np.testing.assert_allclose(result, expected, 1e-5, 1e-4)
@@ -420,9 +423,9 @@ def test_reduced_weights_on_auto_axes_sum_their_gradients_once():
         total = jax.lax.scan(lambda total, x: (total + grad(w, x), None), jnp.zeros((16, 5)), xs)[0]
         return sx.annotate(total, P("x"))
 
-    run = sx.shard_jit(step, mesh=AUTO)
+    run = sx.shard_jit(step, mesh=AUTO_LINE)
     w, xs = ramp(16, 5), ramp(3, 12, 16)
-    with jax.set_mesh(AUTO):
+    with jax.set_mesh(AUTO_LINE):
         result = run(w, xs)
         assert [c.kind for c in run.plan(w, xs).collectives] == ["reduce_scatter"]
     expected = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())(w, xs.reshape(36, 16))

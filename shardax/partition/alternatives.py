@@ -9,23 +9,25 @@ split products over axes that no operand has. Whatever is left out is left out f
 program alike.
 """
 
-import itertools
 import math
-from collections.abc import Hashable, Iterator, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
 from shardax.completion.complete import Completion
-from shardax.cost.network import PICO, network_of
+from shardax.cost.network import PICO, Message, network_of
 from shardax.graph import annotations
+from shardax.graph.connected import connected_nodes
 from shardax.graph.graph import Graph, Node, Value
 from shardax.partition.candidates import (
     Candidate,
     Offer,
+    Options,
     assignments,
     candidate_of,
     compatible,
+    in_order,
+    is_many,
     options_of,
     project_all,
     suggest,
@@ -36,14 +38,13 @@ from shardax.partition.guesses import Guesses, Made, Taking
 from shardax.partition.paddings import arrays_of, is_at_host, joined_axes, paddings_of, whole_axes
 from shardax.partition.sites import Layouts, Way, sums_left
 from shardax.reshard import paths
-from shardax.sharding import Axes, AxisSizes, Layout, shard_count, trivial_axes
+from shardax.sharding import Axes, AxisSizes, Layout, trivial_axes
 from shardax.spmd_rules.localize import Pending, Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
-MOST = 16
-SPARED = 2  # ways over axes that no operand has, of what does at least so
-HEAVY = 1000  # many FLOPs for each byte that it makes: chips do 400 to 5100 while they send one
+MOST, FEWEST = 32, 16  # ways of a node: in small programs, and in large ones
+ENOUGH = 9600  # ways of all nodes of a program
 _SMALL = 64  # what is small costs so many times less
 _MASKED = 1.0  # picoseconds of a constant that but one device adds: none of equals has it
 _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is computed in parts
@@ -67,10 +68,13 @@ class Around(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """A way, and about what it costs with its results brought to where they are requested."""
+    """A way, and about what it costs with its results brought to where they are requested. `sort`: whether it
+    splits nothing, whether its operands are as completion requests them, and which sums it lets wait.
+    """
 
     way: Way
     price: float
+    sort: tuple[bool, bool, tuple[Pending, ...]]
 
 
 class Alternatives:
@@ -79,14 +83,17 @@ class Alternatives:
     element) whose prices its searches have found, over many axes.
     """
 
-    def __init__(self, graph: Graph, completion: Completion):
+    def __init__(self, graph: Graph, completion: Completion, as_suggested: bool = False):
         self.completion, self.paddings = completion, paddings_of(graph, completion)
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
+        self.most = lengths(graph)
+        self.brought = brought(graph)
         self.stored = stored(graph)
         self.views = views(graph, self.stored)
         self.whole = whole_axes(graph, completion, self.network.cut)
         self.joined = joined_axes(graph, completion)
+        self.as_suggested = as_suggested
         self.guesses = Guesses(self.network, self.nbytes)
         self.kinds: dict[Hashable, int] = {}
         self.likenesses: dict[Hashable, int] = {}
@@ -94,7 +101,9 @@ class Alternatives:
         self.way_of: dict[tuple[int, int], tuple[Candidate, Way]] = {}
         self.memo: dict[Hashable, tuple[Sequence[Way], Sequence[Made]]] = {}
         self.offers: dict[Hashable, Sequence[Offered]] = {}
-        self.at_hand: dict[Hashable, Taking] = {}
+        self.trivial = trivial_axes(completion.sizes)
+        self.ruled: dict[Hashable, Sequence[Candidate]] = {}
+        self.priced_of: dict[Hashable, tuple[Sequence[Candidate], Sequence[Way]]] = {}
         self.elements: dict[Layout, int] = {}
         self.exact: set[tuple[Layout, Layout, tuple[int, ...], int]] = set()
 
@@ -109,7 +118,7 @@ class Alternatives:
         factors = self.completion.items.node_classes.of(node)[0].factors or entry.factors(node)
         kind = self._kind(node, entry, factors)
         likeness = self._likeness(node, entry, kind, made, requested, hidden)
-        key = likeness, tuple([tuple(layouts.values()) for layouts in made])
+        key = likeness, self.most[node], tuple([tuple(layouts.values()) for layouts in made])
         if key not in self.memo:
             taken = self.guesses.taking(node.inputs, made)
             ways = self._ways(Around(node, entry, factors, made, requested, taken, kind, likeness), hidden)
@@ -189,54 +198,22 @@ class Alternatives:
         return [Way(c.operands, c.results, 0.0, (splits, factors, around.entry)) for c in each]
 
     def _best(self, around: Around, hidden: frozenset[str], whole: tuple[Axes, ...]) -> list[Way]:
-        """The best ways of a node, in which the axes of `whole` are offered together only."""
-        multiplies = around.entry.flops is not None
-        offer = Offer(reduced=True, shared=multiplies, whole=whole)
-        offered = self._ranked(around, offer)
-        used = _axes_of(self._best_at_hand(around, offered))
-        have = [a for sources in around.made if sources for a in next(iter(sources)).sharding.axes]
-        if idle := tuple(dict.fromkeys(a for a in have if a not in used)):  # they would split nothing
-            offered = self._ranked(around, replace(offer, idle=idle))
-        ways = [each.way for each in offered]
-        if not multiplies:
-            return ways
-        spare = self._spare(around, self._best_at_hand(around, offered), hidden)
-        if not spare:
-            return ways
-        more = self._ranked(around, replace(offer, idle=spare))
-        return _merged([each.way for each in more[:SPARED]], ways)
+        """The best ways of a node, in which the axes of `whole` go together only."""
+        as_suggested = self.as_suggested or around.entry.as_suggested or self.is_at_host(around)
+        axes = () if as_suggested else self.sizes
+        axes = tuple([a for a in axes if a not in hidden and a not in self.trivial])
+        return [each.way for each in self._ranked(around, Offer(axes, whole))]
 
-    def _best_at_hand(self, around: Around, offered: Sequence[Offered]) -> Way:
-        """The cheapest, were all operands there in each of their layouts, as in a loop they may be from the
-        beginning."""
-        if not any(any(layouts.values()) for layouts in around.made):
-            return offered[0].way
-        if around.likeness not in self.at_hand:
-            free = [dict.fromkeys(layouts, 0.0) for layouts in around.made]
-            self.at_hand[around.likeness] = self.guesses.taking(around.node.inputs, free)
-        return min(offered, key=partial(_looks, self.at_hand[around.likeness])).way
-
-    def _spare(self, around: Around, way: Way, hidden: Set[str]) -> Axes:
-        """The axes that a way does not use, where it multiplies so much for what it makes that, split over
-        them, it would take less time even with the results gathered.
-        """
-        used = _axes_of(way)
-        never = hidden | trivial_axes(self.sizes)
-        unused = tuple([a for a in self.sizes if a not in used and a not in never])
-        if not unused:
-            return ()
+    def is_at_host(self, around: Around) -> bool:
+        """Whether the host has an operand or a result, or looks up what this one looks up, or casts before
+        it does: no price knows that the table need not come (`passes/lookups.py`)."""
         node, entry = around.node, around.entry
-        local = Local(node, way.operands, way.results, way.detail[0], self.sizes)
-        spared = 1 - 1 / shard_count(unused, self.sizes)
-        made = [self.nbytes(v, lay) for v, lay in zip(node.outputs, way.results, strict=True)]
-        if (flops := entry.flops_of(local)) < HEAVY * sum(made):
-            return ()
-        gathers = sum([self.network.collective("all_gather", unused, spared * nbytes) for nbytes in made])
-        return unused if spared * self.network.compute(flops, 0) > gathers else ()
+        table = node.inputs[:1] if entry.casts or entry.looks_up else []
+        return any(map(is_at_host, (*node.inputs, *node.outputs))) or not self.brought.isdisjoint(table)
 
     def _ranked(self, around: Around, offer: Offer) -> Sequence[Offered]:
-        """The ways that look cheapest where they stand, the cheapest first, and one that splits nothing. Of
-        equals those come first that take their operands as they are made."""
+        """The ways that look cheapest where they stand, the cheapest first, and of each sort one. Of equals
+        those come first that take their operands as they are made."""
         key = around.likeness, offer
         if key not in self.offers:
             self.offers[key] = self._offered(around, offer)
@@ -244,39 +221,55 @@ class Alternatives:
         if len(offered) < 2:
             return offered
         ranked = sorted(offered, key=partial(_looks, around.taken))
-        unsplit = (each for each in ranked[MOST:] if not each.way.detail[0])
-        return [*ranked[:MOST], *itertools.islice(unsplit, 1)]
+        kept = ranked[: self.most[around.node]]
+        sorts = {each.sort for each in kept}
+        for each in ranked[len(kept) :]:
+            if each.sort not in sorts:
+                sorts.add(each.sort)
+                kept.append(each)
+        return kept
 
     def _offered(self, around: Around, offer: Offer) -> Sequence[Offered]:
-        """The ways, of those with the same layouts the cheapest."""
-        node, ways, moved = around.node, dict[Any, Way](), self.moved(around.node, around.entry)
-        for candidate in self.candidates(around, offer):
-            way = self.way(around, candidate, moved)
-            kept = ways.setdefault((way.operands, way.results), way)
-            if way.price < kept.price:
-                ways[way.operands, way.results] = way
+        node = around.node
         given = self.guesses.giving(node.outputs, around.requested[len(node.inputs) :])
-        return [
-            Offered(way, way.price + sum([given(i, layout) for i, layout in enumerate(way.results)]))
-            for way in ways.values()
-        ]
+        requested = [{layout.sharding for layout in each} for each in around.requested[: len(node.inputs)]]
 
-    def candidates(self, around: Around, offer: Offer) -> Iterator[Candidate]:
+        def offered(way: Way) -> Offered:
+            price = way.price + sum([given(i, layout) for i, layout in enumerate(way.results)])
+            asked = all([x.sharding in each for x, each in zip(way.operands, requested, strict=True)])
+            return Offered(way, price, (not way.detail[0], asked, tuple([x.pending for x in way.operands])))
+
+        return list(map(offered, self.priced(around, self.candidates(around, offer))))
+
+    def priced(self, around: Around, candidates: Sequence[Candidate]) -> Sequence[Way]:
+        """The ways, of those with the same layouts the cheapest."""
+        key = around.kind, id(candidates)
+        if key not in self.priced_of:
+            moved, ways = self.moved(around.node, around.entry), dict[Any, Way]()
+            for candidate in candidates:
+                way = self.way(around, candidate, moved)
+                kept = ways.setdefault((way.operands, way.results), way)
+                if way.price < kept.price:
+                    ways[way.operands, way.results] = way
+            self.priced_of[key] = candidates, list(ways.values())
+        return self.priced_of[key][1]
+
+    def candidates(self, around: Around, offer: Offer) -> Sequence[Candidate]:
         node, entry = around.node, around.entry
         ruled = self.of_rule(around, offer)
         if any(map(is_at_host, (*node.inputs, *node.outputs))):
-            ruled = self.staying(list(ruled), node, around.made, around.requested)
+            ruled = self.staying(ruled, node, around.made, around.requested)
         if entry.ways is None:
             return ruled
         locals_ = (Local(node, c.operands, c.results, c.splits, self.sizes) for c in ruled)
-        return (
+        return [
             Candidate(x.splits, x.operands, x.results)
             for x in entry.picked(locals_, node, self.paddings.of_node(node))
-        )
+        ]
 
     def staying(
-        self, candidates: list[Candidate], node: Node, made: Sequence[Made], requested: Sequence[Layouts]
-    ) -> Iterator[Candidate]:
+        self, candidates: Sequence[Candidate], node: Node, made: Sequence[Made], requested: Sequence[Layouts]
+    ) -> Sequence[Candidate]:
         """The candidates that take what is at the host as it lies there, or a part of it, and give it as it
         is to rest: nothing is sent or padded in the host's memory. All, where there are no such.
         """
@@ -288,26 +281,45 @@ class Alternatives:
         taken = [k for k, v in enumerate(node.inputs) if is_at_host(v)]
         given = [k for k, v in enumerate(node.outputs) if is_at_host(v)]
         wanted = requested[len(node.inputs) :]
-        staying = (
+        staying = [
             each
             for each in candidates
             if all(is_cut(node.inputs[k], made[k], each.operands[k]) for k in taken)
             and all(each.results[k] == wanted[k][0] for k in given)
-        )
-        return iter(list(staying) or candidates)
+        ]
+        return staying or candidates
 
-    def of_rule(self, around: Around, offer: Offer) -> Iterator[Candidate]:
+    def of_rule(self, around: Around, offer: Offer) -> Sequence[Candidate]:
+        """Those of the same factors, suggestions and sums that may wait are the same, unless there are too
+        many."""
         node, entry, factors, made, requested, *_ = around
         operands = [(*have, *requests) for have, requests in zip(made, requested, strict=False)]
         results = list(requested[len(node.inputs) :])
         layouts, tensors = results + operands, factors.results + factors.operands
         padding = self.paddings.of_node(node)
         suggestions = suggest(layouts, tensors, factors, padding, offer)
-        each = partial(whole, layouts, tensors, factors, self.sizes)
-        ways = list(waits(entry.passes_of(node), list(map(tuple, made))))
-        options = options_of(suggestions, factors, padding)
+        waiting = tuple(waits(entry.passes_of(node), list(map(tuple, made))))
+        suggested = frozenset([(factor, frozenset(splits)) for factor, splits in suggestions.items()])
+        key = id(factors), id(padding), suggested, waiting
+        if key in self.ruled:
+            return self.ruled[key]
+        options = options_of(in_order(suggestions), factors, padding)
+        if is_many(options):
+            options = options_of(suggestions, factors, padding)
+            each = partial(whole, layouts, tensors, factors, self.sizes)
+            return list(self._ruled(factors, options, waiting, each))
+        self.ruled[key] = list(self._ruled(factors, options, waiting, list))
+        return self.ruled[key]
+
+    def _ruled(
+        self,
+        factors: Factors,
+        options: Options,
+        waiting: Sequence[tuple[tuple[int, ...], Pending]],
+        each: Callable[[], Sequence[Splits]],
+    ) -> Iterator[Candidate]:
         for splits in assignments(options, factors, self.sizes, each):
-            for group, pending in ways:
+            for group, pending in waiting:
                 if not pending or compatible(factors, splits, pending):
                     yield self._candidate(factors, splits, group, pending)
 
@@ -331,10 +343,12 @@ class Alternatives:
     def _way(self, around: Around, candidate: Candidate, moved: Sequence[float]) -> Way:
         node, entry, factors = around.node, around.entry, around.factors
         local = Local(node, candidate.operands, candidate.results, candidate.splits, self.sizes)
-        sent = sum(self.network.collective(*message) for message in entry.sent(local))
+        messages = entry.sent(local)
+        sent = sum([self.network.collective(*message) for message in messages])
         products = self.network.compute(entry.flops_of(local), 0)
         layouts = (*candidate.operands, *candidate.results)
-        traffic = self.traffic_price(self.traffic(moved, layouts))
+        lands = len(messages) == 1 and self._lands(node, candidate, messages[0])
+        traffic = 0 if lands else self.traffic_price(self.traffic(moved, layouts))
         own = max(products, traffic, self.placing(entry, candidate.operands))
         masked = sum([v.is_literal and bool(x.pending) for v, x in zip(node.inputs, layouts, strict=False)])
         price = sent + self.network.batched(own, entry.batch_of(local)) + masked * _MASKED
@@ -343,6 +357,11 @@ class Alternatives:
             [self.nbytes(v, layout) for v, layout in made if v in self.stored and v not in self.views]
         )
         return Way(candidate.operands, candidate.results, price, (candidate.splits, factors, entry), memory)
+
+    def _lands(self, node: Node, candidate: Candidate, message: Message) -> bool:
+        """Whether a device receives all of the result, and copies it no more: whole shards shift."""
+        made = [self.nbytes(v, layout) for v, layout in zip(node.outputs, candidate.results, strict=True)]
+        return message.kind == "ppermute" and bool(message.axes) and sum(made) == message.nbytes
 
     def traffic_price(self, nbytes: float) -> float:
         """The price of memory traffic. An operation takes about as long on a few bytes as on none: to split
@@ -409,11 +428,6 @@ def _looks(taken: Taking, offered: Offered) -> tuple[float, float]:
     return offered.price + brought, brought
 
 
-def _axes_of(way: Way) -> set[str]:
-    """The axes over which something of it is split, or owed."""
-    return {a for lay in (*way.operands, *way.results) for a in (*lay.sharding.axes, *lay.pending_axes)}
-
-
 def _keeps(layout: Layout, joined: Sequence[Axes]) -> bool:
     """Whether the axes of each run split one dim together or owe together, or do nothing."""
     for run in joined:
@@ -429,6 +443,28 @@ def _merged(first: Sequence[Way], others: Sequence[Way]) -> list[Way]:
     """Some ways, and those of the others that differ from all of them."""
     known = {(way.operands, way.results) for way in first}
     return [*first, *(way for way in others if (way.operands, way.results) not in known)]
+
+
+def lengths(graph: Graph) -> dict[Node, int]:
+    """How many ways each node may have: the fewer, the more nodes there are in that part of a program."""
+    found: dict[Node, int] = {}
+    for nodes in connected_nodes(graph):
+        within = [
+            inner for node in nodes for inner in (node, *(n for body in node.bodies for n in body.walk()))
+        ]
+        found.update(dict.fromkeys(within, max(FEWEST, min(MOST, ENOUGH // len(within)))))
+    return found
+
+
+def brought(graph: Graph) -> set[Value]:
+    """What comes from the host's memory, as it is or cast."""
+    found: set[Value] = set()
+    for node in graph.walk():
+        entry = RULES.get(node.name)
+        casts = entry is not None and entry.casts and node.inputs[0] in found
+        if casts or any(map(is_at_host, node.inputs)):
+            found.update(v for v in node.outputs if not is_at_host(v))
+    return found
 
 
 def stored(graph: Graph) -> set[Value]:

@@ -4,15 +4,14 @@ suggest.
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardax.sharding import Axes, AxisSizes, Layout, Padding, shard_count
 from shardax.spmd_rules.localize import Pending, Splits, fits, project, reduced_pending, tensor_layout
 from shardax.spmd_rules.registry import Passes, Split
-from shardax.spmd_rules.rule import KEEP, UNSPLIT, Factors, TensorFactors
+from shardax.spmd_rules.rule import KEEP, UNSPLIT, Factors
 
 BUSY = 8  # one device in so many, at least, has an element
 
@@ -48,47 +47,55 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Axes that may go to dims where no tensor has them: what all_to_alls bring to them.
-
-    `idle`: these, to any dim. `reduced`: those that split what is reduced, unless another tensor that has it
-    comes split in any case, and would have to be gathered. `shared`: those of other kept factors, to factors
-    that all tensors share: of the tokens to the experts. Those that split what must be unsplit always may.
-    `whole`: the axes that go together, because they are one that is cut only for other parts of the program.
+    """The axes that may go to any dim, whether or not some tensor has them: what all_to_alls bring there, or
+    what splits nothing else. `whole`: those that go together, because they are one that is cut only for other
+    parts of the program.
     """
 
-    idle: Axes = ()
-    reduced: bool = False
-    shared: bool = False
+    axes: Axes = ()
     whole: tuple[Axes, ...] = ()
 
-    def apart(self, axes: Axes) -> list[Axes]:
-        """These axes one by one, but for those that go together."""
-        groups = ([group for group in self.whole if a in group] or [(a,)] for a in axes)
-        return list(dict.fromkeys(tuple([a for a in axes if a in group]) for (group,) in groups))
+    def groups(self, used: Iterable[Axes]) -> list[Axes]:
+        """Axes that may split a dim together: all; those that do it somewhere, alone or with all others;
+        each.
+        """
+        used = list(used)
+        more = [group + tuple([a for a in self.axes if a not in group]) for group in used]
+        runs = ([run for run in self.whole if a in run] or [(a,)] for a in self.axes)
+        apart = [tuple([a for a in self.axes if a in run]) for (run,) in runs]
+        return list(dict.fromkeys(filter(None, [self.axes, *used, *more, *apart])))
 
 
 def suggest(
     layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, padding: Padding, offer: Offer
 ) -> dict[str, list[Split]]:
-    """For each factor the splits that some layout of some tensor suggests, first suggested first; last, those
-    with axes on offer, on the tensor's other factors, so that no device gets more than its part."""
+    """For each factor the splits that some layout of some tensor suggests, first suggested first; then those
+    over the axes on offer, so that no device gets more than its part.
+
+    Where there are more devices than elements some have none, as most do of a few matrices: what that takes
+    has its price. Where fewer than an eighth would have one, only axes that must leave an unsplit factor
+    come, for which there may be no other way.
+    """
     suggestions: dict[str, list[Split]] = {}
-    redistributed: list[tuple[str, Split]] = []
-    projected = [
-        [project_all([layout], [dims], factors, padding.sizes) for layout in alternatives]
-        for alternatives, dims in zip(layouts, tensors, strict=True)
-    ]
-    always = [set.intersection(*map(set, of_tensor)) if of_tensor else set() for of_tensor in projected]
-    count = Counter(itertools.chain.from_iterable(always))
-    for of_tensor, dims, ours in zip(projected, tensors, always, strict=True):
-        leaving = {f for f in factors.reduced if offer.reduced and count[f] == (f in ours)}
-        for splits in of_tensor:
-            for factor, split in splits.items():
-                _append(suggestions, factor, split) if factors.type_of(factor) != UNSPLIT else None
-            stays = {f for f in splits if f in factors.reduced and f not in leaving}
-            redistributed += _redistributed(splits, stays, dims, factors, padding, offer)
-    for factor, split in redistributed:
-        _append(suggestions, factor, split)
+    used: dict[Axes, None] = {}
+    must_leave = set[str]()
+    for alternatives, dims in zip(layouts, tensors, strict=True):
+        for layout in alternatives:
+            for factor, split in project_all([layout], [dims], factors, padding.sizes).items():
+                used[split.axes] = None
+                if factors.type_of(factor) == UNSPLIT:
+                    must_leave.update(split.axes)
+                else:
+                    _append(suggestions, factor, split)
+    going = offer.groups(used) if offer.axes else filter(must_leave.intersection, used)
+    groups = [(axes, shard_count(axes, padding.sizes)) for axes in going]
+    for factor in dict.fromkeys(f for dims in tensors for dim in dims for f in dim):
+        size = factors.sizes[factor]
+        if factors.type_of(factor) != KEEP or size <= 1:
+            continue
+        for axes, count in groups:
+            if BUSY * size >= count or must_leave.intersection(axes):
+                _append(suggestions, factor, Split(axes, padding.padded(size, axes)))
     return suggestions
 
 
@@ -96,39 +103,6 @@ def _append(suggestions: dict[str, list[Split]], factor: str, split: Split) -> N
     have = suggestions.setdefault(factor, [])
     if split not in have:
         have.append(split)
-
-
-def _redistributed(
-    splits: Splits, stays: Set[str], dims: TensorFactors, factors: Factors, padding: Padding, offer: Offer
-) -> Iterator[tuple[str, Split]]:
-    """The splits of a tensor's kept factors that take in the axes of the others, if these do not stay, and
-    idle ones: all, those of one factor, or one. Only idle axes go to windowed factors, where halos are sent.
-    Where there are more devices than elements some have none, as most do of a few matrices: what that takes
-    has its price. Where fewer than an eighth would have one, only axes that must leave an unsplit factor
-    come, for which there may be no other way: looking at all took a third longer to choose."""
-    kept = {f for f in splits if factors.type_of(f) == KEEP and "~" not in f}
-    others = [split for f, split in splits.items() if f not in kept and f not in stays]
-    must_leave = {a for f, split in splits.items() if factors.type_of(f) == UNSPLIT for a in split.axes}
-    freed = tuple(dict.fromkeys([*(a for split in others for a in split.axes), *offer.idle]))
-    sharing = factors.shared if offer.shared and kept else ()
-    if not freed and not sharing:
-        return
-    for factor in dict.fromkeys(
-        f for dim in dims for f in dim if factors.type_of(f) == KEEP and (offer.idle or "~" not in f)
-    ):
-        have, size = splits[factor].axes if factor in splits else (), factors.sizes[factor]
-        have = tuple(a for a in have if a not in freed)
-        groups = [freed, *(split.axes for split in others), *offer.apart(freed)] if freed else []
-        if factor in sharing:
-            moved = [splits[f].axes for f in splits if f in kept and f not in sharing]
-            joined = tuple(itertools.chain(*moved))
-            groups += [joined + tuple(a for a in freed if a not in joined), *moved, *offer.apart(joined)]
-        for more in dict.fromkeys(filter(None, groups)):
-            if size <= shard_count(have, padding.sizes) or not set(more).isdisjoint(have):
-                continue
-            busy = BUSY * size >= shard_count(have + more, padding.sizes)
-            if busy or must_leave.intersection(more):
-                yield factor, Split(have + more, padding.padded(size, have + more))
 
 
 _MOST_CANDIDATES = 256
@@ -184,28 +158,32 @@ def whole(layouts: Sequence[Sequence[Layout]], tensors, factors: Factors, sizes:
     return [splits for splits in splittable if splits and windowed.isdisjoint(splits)]
 
 
+def is_many(options: Options) -> bool:
+    """Whether there are more combinations than all are looked at."""
+    return math.prod(len(ways) + 1 for ways in options) > _MOST_CANDIDATES
+
+
+def in_order(suggestions: Mapping[str, Sequence[Split]]) -> dict[str, list[Split]]:
+    """The same, whoever suggested which first."""
+
+    def order(split: Split) -> tuple[int, Axes, int]:
+        return -len(split.axes), split.axes, split.padded
+
+    return {factor: sorted(suggestions[factor], key=order) for factor in sorted(suggestions)}
+
+
 def assignments(
     options: Options, factors: Factors, sizes: AxisSizes, each: Callable[[], Sequence[Splits]]
 ) -> Iterator[Splits]:
-    """Ways to split each factor as suggested or not at all: first as many as fit, one after the other; then
-    every way, the fullest first, as far as there is patience; last, none. Where there may be none for all,
-    those of `each` come before.
+    """Ways to split each factor as suggested or not at all, the fullest first, as far as there is patience;
+    last, none. Where there may be none for all, those of `each` come before.
     """
-    greedy: dict[str, Split] = {}
-    for ways in options:
-        for way in ways:
-            more = {**greedy, **way}
-            if compatible(factors, more, ()) and fits(factors, more, sizes):
-                greedy = more
-                break
-    yield greedy
     found = _compatible_choices(options, factors, {})
-    if math.prod(len(ways) + 1 for ways in options) > _MOST_CANDIDATES:
+    if is_many(options):
         some = (splits for splits in each() if compatible(factors, splits, ()))
         found = itertools.chain(some, itertools.islice(found, _MOST_CANDIDATES))
-    yield from (splits for splits in found if splits and splits != greedy and fits(factors, splits, sizes))
-    if greedy:
-        yield {}
+    yield from (splits for splits in found if splits and fits(factors, splits, sizes))
+    yield {}
 
 
 def _compatible_choices(options: Options, factors: Factors, chosen: Splits) -> Iterator[Splits]:

@@ -7,8 +7,10 @@ from functools import cached_property
 
 from shardax.graph import annotations
 from shardax.graph.graph import Graph, Node, Value
+from shardax.partition.candidates import project_all
 from shardax.partition.decisions import Decision, Decisions, Reshard
 from shardax.partition.search import Search
+from shardax.partition.sites import Way
 from shardax.partition.sources import sources_of
 from shardax.sharding import Layout, replicated_layout
 
@@ -49,6 +51,8 @@ class Replay:
         if node.bodies:
             twin = self.search.patterns.twin(node)
             return self.as_twin(node, twin) if twin else _STRUCTURED[node.name](self, node)
+        if node in self.search.apart:
+            return self.together(node, [site.chosen for site in self.search.apart[node]])
         way = self.search.site_of[node].chosen
         splits, factors, entry = way.detail
         operands, results = way.operands, way.results
@@ -56,6 +60,14 @@ class Replay:
             operands = results = (self.layouts[node.inputs[0]][0],)
             splits = {}
         return self.decision(node, operands, results, splits, factors=factors, entry=entry)
+
+    def together(self, node: Node, ways: Sequence[Way]) -> Decision:
+        """The decision of a node of which each operand was chosen by itself."""
+        factors = self.search.completion.items.node_classes.of(node)[0].factors
+        operands, results = ([getattr(way, side)[0] for way in ways] for side in ("operands", "results"))
+        assert factors, "it has a rule, and no bodies"
+        splits = project_all(operands, factors.operands, factors, self.search.sizes)
+        return self.decision(node, operands, results, splits, factors=factors, entry=ways[0].detail[2])
 
     def is_read(self, value: Value, layout: Layout) -> bool:
         """Whether a value is read in a layout by who computes with it, and not only called by another name

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -35,6 +36,8 @@ from shardax.spmd_rules.registry import RULES, Split
 Kind = tuple[tuple[int, ...], int, bool, bool]
 """Of a value, all on which the prices of its reshards depend but the layouts."""
 
+FIRST = 10, 14  # ways of each node that look cheapest: tried alone, where all leave a gap
+CARRIED = 16  # layouts in which a loop may give back what it carries, and that it does not take
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
 _UNREQUESTED = 1e13  # picoseconds: under strict mode, for a reshard that nobody requested
 _COLLECTIVE_OF = {
@@ -79,6 +82,7 @@ class Search:
         self.maps: dict[Node, list[Split]] = {}
         self.sites: list[Site] = []
         self.site_of: dict[Node, Site] = {}
+        self.apart: dict[Node, list[Site]] = {}
         self.ports: dict[Node, Ports] = {}
         self.maker: dict[Value, tuple[Site, int]] = {}
         self.root: dict[Value, Value] = {}
@@ -134,6 +138,9 @@ class Search:
             around, self.whole_sums = self.whole_sums, self.whole_sums or noted.keeps_whole_sums(node.scope)
             self.ports[node] = lay_out(self, node, runs, hidden)
             self.whole_sums = around
+        elif each := _apart(node):
+            self.alternatives.most.update(dict.fromkeys(each, self.alternatives.most[node]))
+            self.apart[node] = [self.node(one, runs, hidden) for one in each]
         else:
             self.site_of[node] = self.node(node, runs, hidden)
 
@@ -148,6 +155,11 @@ class Search:
                     if value in same:
                         self.reading.append((same[value], site, i))
             self.count_bodies_again(twin)
+        elif twin in self.apart:
+            self.apart[node] = self.apart[twin]
+            for value, site in zip(node.inputs, self.apart[node], strict=True):
+                self.reading.append((value, site, 0))
+                site.times += 1
         else:
             self.site_of[node] = site = self.site_of[twin]
             self.reading += [(value, site, i) for i, value in enumerate(node.inputs)]
@@ -176,7 +188,9 @@ class Search:
             self.times[value] = self.times.get(value, 1) + 1
 
     def sites_of(self, node: Node) -> Sequence[Site]:
-        return self.ports[node].sites if node.bodies else [self.site_of[node]]
+        if node.bodies:
+            return self.ports[node].sites
+        return self.apart.get(node) or [self.site_of[node]]
 
     def node(self, node: Node, runs: float, hidden: frozenset[str]) -> Site:
         made = [self.made_at(v, runs) for v in node.inputs]
@@ -239,7 +253,7 @@ class Search:
         assert key not in self.left, "each node is laid out once, also for those that run as it does"
         self.left[key] = tuple(
             dict.fromkeys([*self.returned.get(key, ()), *(lay for lay in back if lay not in known)])
-        )[:8]
+        )[:CARRIED]
         result = port.makes[1]
         self.layouts[result] = tuple(
             dict.fromkeys([*self.layouts[result], *(lay for lay in back if lay.pending)])
@@ -398,7 +412,12 @@ class Search:
                     else reads
                 )
                 self._reads(problem, value, some, weight, strict)
-        solution = solve(problem)
+        sites = itertools.chain(self.site_of.values(), *self.apart.values())
+        ranked = {self.variable[site] for site in sites if site in self.variable}
+        firsts = [
+            [min(n, most) if v in ranked else n for v, n in enumerate(problem.counts)] for most in FIRST
+        ]
+        solution = solve(problem, firsts=firsts)
         for site in self.sites:
             site.chosen = site.ways[solution.ways[self.variable[site]] if site in self.variable else 0]
         return Solution(solution.ways, solution.price + self.constant, solution.bound + self.constant)
@@ -561,6 +580,16 @@ def _bodies(node: Node) -> Iterator[Graph]:
         yield body
         for inner in body.nodes:
             yield from _bodies(inner)
+
+
+def _apart(node: Node) -> list[Node]:
+    """Where each result is one operand in memory, as of a barrier, a node for each: they have nothing to do
+    with each other.
+    """
+    entry, pairs = RULES.get(node.name), list(zip(node.inputs, node.outputs, strict=False))
+    if entry is None or entry.reads != "none" or not len(node.inputs) == len(node.outputs) > 1:
+        return []
+    return [replace(node, inputs=[v], outputs=[made]) for v, made in pairs]
 
 
 class _Patterns:

@@ -5,7 +5,9 @@ neighbours' ways, the least price; that is one more table, over the neighbours. 
 `LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, messages
 (`messages.py`) give a lower bound and propose choices, of which the best mixture is taken. That is improved:
 as few variables as must be are held at their ways, others in each round, and all others are chosen anew,
-exactly. The `gap` to the bound is known. Among equals the first way is taken.
+exactly. What is found so may be the best of many alike and still not the best: so the first ways of each
+variable, which look cheapest, are tried alone, too. The `gap` to the bound is known. Among equals the first
+way is taken.
 """
 
 import heapq
@@ -24,6 +26,7 @@ LIMIT = 1 << 14  # entries of a table
 ROUNDS = 30  # of improvement, where a table outgrew that
 IDLE, PATIENT = 3, 6  # that many with little gain, where the gap is small, and where it is not
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
+NEARLY = 1e-3  # the share of the price up to which a gap is no reason to look further
 FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
@@ -43,8 +46,10 @@ class Solution:
         return self.price - self.bound
 
 
-def solve(problem: Problem, limit: int = LIMIT) -> Solution:
-    """The cheapest choice, or one with a known gap where a table outgrows `limit`.
+def solve(problem: Problem, limit: int = LIMIT, firsts: Sequence[Sequence[int]] = ()) -> Solution:
+    """The cheapest choice, or one with a known gap where a table outgrows `limit`. `firsts`: how many of the
+    first ways of each variable are looked at alone, in other rounds, where there is a gap: the best of these
+    choices is improved too. Problems that share no table are solved apart.
 
     >>> problem = Problem()
     >>> a, b = problem.variable(2), problem.variable(2)
@@ -53,12 +58,37 @@ def solve(problem: Problem, limit: int = LIMIT) -> Solution:
     >>> solve(problem)
     Solution(ways=[1, 0], price=3.0, bound=3.0)
     """
+    ways, bound = [0] * len(problem.counts), 0.0
+    for variables, part in problem.components():
+        found = _from_firsts(part, limit, [[counts[v] for v in variables] for counts in firsts])
+        for v, way in zip(variables, found.ways, strict=True):
+            ways[v] = way
+        bound += found.bound
+    return Solution(ways, problem.price(ways), bound)
+
+
+def _from_firsts(problem: Problem, limit: int, firsts: Sequence[Sequence[int]]) -> Solution:
+    found = _of_all(problem, limit)
+    if found.gap <= NEARLY * found.price:
+        return found
+    starts = [_of_all(problem.first(counts), limit) for counts in firsts]
+    start = min(starts, key=lambda start: start.price, default=found)
+    if start.price >= found.price:
+        return found
+    improved = _of_all(problem, limit, start.ways)
+    return Solution(improved.ways, improved.price, max(found.bound, improved.bound))
+
+
+def _of_all(problem: Problem, limit: int, start: Sequence[int] | None = None) -> Solution:
+    """`start`: a choice that may be a good one."""
     fewer, parts = _contracted(problem)
     around = _Elimination(fewer, 0)
     core, rest = around.core()
+    starts = _as_parts(start, fewer, parts) if start else None
     chosen, bound = dict[int, int](), around.constant
     for variables, part in core.components():
-        ways, least = _solved(part, limit)
+        begun = [starts[rest[v]] for v in variables] if starts else None
+        ways, least = _solved(part, limit, begun)
         chosen.update(zip([rest[v] for v in variables], ways, strict=True))
         bound += least
     of_fewer = around.decode(chosen)
@@ -66,7 +96,7 @@ def solve(problem: Problem, limit: int = LIMIT) -> Solution:
     return Solution(ways, problem.price(ways), bound)
 
 
-def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
+def _solved(core: Problem, limit: int, start: list[int] | None) -> tuple[list[int], float]:
     """The ways, and a lower bound on the price, of a problem in which everything is connected."""
     elimination = _Elimination(core, limit)
     if elimination.run():
@@ -77,7 +107,16 @@ def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
             alone[table.scope[0]] = table.full()
     pairs = [table for table in core.tables if len(table.scope) == 2]
     choices, bound = proposals(alone, pairs)
+    choices += [start] if start else []
     return _improved(core, _fused(core, choices, limit), bound, limit // FINER), bound
+
+
+def _as_parts(ways: Sequence[int], fewer: Problem, parts: Sequence[tuple[int, np.ndarray]]) -> list[int]:
+    """A choice as one of the problem with fewer variables."""
+    possible = [np.full(count, True) for count in fewer.counts]
+    for way, (number, states) in zip(ways, parts, strict=True):
+        possible[number] &= states == way
+    return [int(each.argmax()) for each in possible]
 
 
 def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:
@@ -90,7 +129,7 @@ def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]
     for table in problem.tables:
         if len(table.scope) == 2 and pairs.keys().isdisjoint(table.scope):
             finite = np.isfinite(table.full())
-            if not finite.all() and 2 * np.count_nonzero(finite) <= 3 * max(finite.shape):
+            if not finite.all() and 0 < 2 * np.count_nonzero(finite) <= 3 * max(finite.shape):
                 pairs.update(dict.fromkeys(table.scope, (table, np.argwhere(finite))))
     fewer, numbers = Problem(), dict[Table, int]()
     parts: list[tuple[int, np.ndarray]] = []

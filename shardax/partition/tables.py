@@ -102,6 +102,14 @@ class Problem:
             scope, prices, entries = scope[:1], Table((0, 1), prices, tuple(entries)).full().diagonal(), ()
         self.tables.append(Table(tuple(scope), intern(prices), tuple(entries)))
 
+    def first(self, counts: Sequence[int]) -> "Problem":
+        """The problem in which each variable has so many of its ways, the first ones."""
+        kept = [np.arange(count) for count in counts]
+        problem = Problem(list(counts))
+        for table in self.tables:
+            problem.add(table.scope, table.only([kept[v] for v in table.scope]))
+        return problem
+
     def components(self) -> list[tuple[list[int], "Problem"]]:
         """The problems that have nothing to do with one another, each with its variables: what stands side by
         side is chosen as if it were alone."""

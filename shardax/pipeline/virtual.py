@@ -196,9 +196,10 @@ def _whole_after(closed, has_rows: Callable[[Any], bool]):
 
 
 def _partitioned(jaxpr, mesh: AbstractMesh):
-    """Everything that can be split is; nothing is sent but sums, if there is such a way."""
+    """All that is made of the batch is split, and nothing else; nothing is sent but sums, if there is such a
+    way."""
     for chip, strict in ((_CHIP, True), ("slow", False)):
-        options = Options(chip=chip, strict=strict, passes=("dead", "share"))
+        options = Options(chip=chip, strict=strict, passes=("dead", "share"), idle_axes=False)
         try:
             return program.build(jaxpr, (None,) * len(jaxpr.in_avals), mesh, options)
         except Refused:

@@ -373,4 +373,4 @@ def _sends(local: Local) -> list[Message]:
     return [c.message._replace(nbytes=c.total) for c in sent if not c.other_branch]
 
 
-register_rule(NAME, _rule, _local, sends=_sends, ways=_ways)
+register_rule(NAME, _rule, _local, sends=_sends, ways=_ways, as_suggested=True)

@@ -239,6 +239,7 @@ class Entry:
     once: bool = False
     casts: bool = False
     heavy: bool = False
+    as_suggested: bool = False
 
     def factors(self, node: Node) -> Factors:
         try:
@@ -440,6 +441,7 @@ def register_rule(
     once: bool = False,
     casts: bool = False,
     heavy: bool = False,
+    as_suggested: bool = False,
 ) -> None:
     """Registers how a primitive is partitioned. In place of another rule, it makes JAX forget what was
     compiled by that.
@@ -485,6 +487,9 @@ def register_rule(
       casts: whether the result is the operand in another type or precision, as of `convert_element_type`.
       heavy: whether it computes much for each element, as random bits and sorts do, so that to keep what it
         made takes less time than to make it again.
+      as_suggested: whether it is split only as some operand may be made, or some result is requested, and not
+        over any other axes, or dims: where a function of the user's has to answer for each split, as under
+        `custom_partitioning`.
 
     Raises:
       ValueError: the text does not parse, has another number of results than the primitive, or lacks a mark:
@@ -497,7 +502,7 @@ def register_rule(
     """
     _check_arguments(primitive, rule, passes, in_place)
     flags = dict(made_anywhere=made_anywhere, commutes=commutes, of_parts=of_parts, anew=anew, once=once)
-    flags |= dict(casts=casts, heavy=heavy)
+    flags |= dict(casts=casts, heavy=heavy, as_suggested=as_suggested)
     _check_facts(flags, fuses, reads, accumulates)
     functions = dict(local=local, sends=sends, ways=ways, flops=flops, batch=batch)
     for argument, function in functions.items():

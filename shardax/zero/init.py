@@ -59,7 +59,7 @@ def init(
         would need a collective for its gradient, and one for its new value; in a bucket it is copied there
         and back. By default a MiB, which a TPU copies in about the time in which a collective starts.
       offload: as of `Zero`: what is given back in the host's memory.
-      dealt: whether state of such matrices rests in stacks. None: where the update alone then takes less
+      dealt: whether state of such matrices rests in stacks. None: where the update alone then takes no more
         time, by its plans for the chip of the default `Options`, and not under `offload`.
 
     Raises ValueError where the mesh has no such axis, or has no devices for arrays, where these have no such
@@ -180,7 +180,7 @@ class _Rests:
     def groups(
         self, tx: Any, state: Any, params: Any, requested: Sequence[Any], dealt: bool | None
     ) -> Groups:
-        """The leaves of the state that rest in stacks, where `dealt` says so, or where that is faster."""
+        """The leaves of the state that rest in stacks, where `dealt` says so, or where that is no slower."""
         shapes = [x.shape for x in jax.tree.leaves(state)]
 
         def fits(group: Sequence[int]) -> bool:
@@ -195,7 +195,7 @@ class _Rests:
             form, placed = self.made(state, requested, groups), self.shardings(state, requested, None, groups)
             return seconds(tx.update, params, form, placed, self.mesh, self._axes)
 
-        return groups if estimated(groups) < estimated(()) else []
+        return groups if estimated(groups) <= estimated(()) else []
 
     def _longer(self, size: int) -> int:
         count = shard_count(self._axes, self.mesh.shape)
