@@ -106,6 +106,10 @@ def sums(x, w):
     return h.sum(0)
 
 
+def total(x):
+    return jnp.sin(x).sum()
+
+
 def looped(x):
     return lax.fori_loop(0, 3, lambda i, c: jnp.sort(sx.annotate(c, P("data")), axis=0), x)  # carry
 
@@ -164,6 +168,16 @@ SAID = {  # name: (function, specs, shapes, how results rest), what is said of e
     "a reduction": (
         (sums, (P("data"), None), [(16, 8), (8, 12)], None),
         [("all_reduce over data", "sum of reduce_sum", "over dim 0 of h, split by x")],
+    ),
+    "a reduction that nobody split": (
+        (total, None, [(4096, 64)], None),
+        [
+            (
+                "all_reduce over data,model",
+                "sum of reduce_sum",
+                "over dim 0 of sin, split by no annotation, for speed",
+            )
+        ],
     ),
     "an annotation": (
         (annotated, P("data"), [(16, 8)], None),

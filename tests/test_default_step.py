@@ -54,17 +54,14 @@ def expected() -> Counter:
         ("all_gather", MODEL, (width, 3, heads, head), later),
         ("all_gather", MODEL, (1, 1, 3, heads, head), later),
         ("all_gather", MODEL, (heads, head, width), layers),
-        # That of the first layer by heads, for the embedding comes split by features.
-        ("all_reduce", MODEL, (batch, seq), 3),  # its normalization, there and back
-        ("all_reduce", MODEL, (batch, seq, 1), 1),
-        ("all_gather", MODEL, (batch, seq, heads, head), 1),
-        ("all_gather", MODEL, (batch // MODEL, seq), 1),  # the next normalization
-        ("all_gather", MODEL, (batch // MODEL, seq, 1), 1),
-        ("all_gather", MODEL, part, 1),  # its gradient, back
+        # That of the first layer by heads, for the embedding comes split by features, then by positions.
+        ("all_gather", MODEL, (batch, seq // MODEL), 2),  # its two normalizations
+        ("all_gather", MODEL, (batch, seq // MODEL, 1), 2),
+        ("all_gather", MODEL, (batch, seq, heads, head), 1),  # what the projection reads
+        ("all_to_all", MODEL, (batch, seq // MODEL, config.heads, head), 1),  # its gradient, back
         ("reduce_scatter", MODEL, whole, 1),
         # Embedding: fewer rows of the vocabulary than a device has tokens.
         ("all_gather", MODEL, (vocab, width // MODEL), 1),
-        ("reduce_scatter", MODEL, (vocab, width), 1),  # what the logits add to its gradient
         ("all_reduce", BOTH, (), 2),  # the loss, and the norm of all gradients for clipping
         *gradients(),
     ]
@@ -83,27 +80,23 @@ def gradients() -> list[tuple]:
     later = layers - 1
     return [
         ("reduce_scatter", BOTH, (3, config.heads, head, width), later),
-        ("reduce_scatter", BOTH, (width, config.heads, head), later),
         ("reduce_scatter", BOTH, (3, config.heads, head), later),
+        ("reduce_scatter", BOTH, (width, config.heads, head), layers),
         ("all_gather", DATA, (width, 3, heads // DATA, head), later),
-        ("all_gather", DATA, (heads // DATA, head, width), later),
         ("all_gather", DATA, (3, heads // DATA, head), later),
+        ("all_gather", DATA, (heads // DATA, head, width), layers),
         ("reduce_scatter", DATA, (3, heads, head, width), 1),
-        ("reduce_scatter", DATA, (width, heads, head), 1),
         ("all_reduce", DATA, (3, heads, head), 1),
         ("all_gather", DATA, (width, 3, heads, head // DATA), 1),
-        ("all_gather", DATA, (heads, head // DATA, width), 1),
         ("reduce_scatter", DATA, (width, hidden), layers),
         ("all_gather", DATA, (width // DATA, hidden), layers),
         ("reduce_scatter", DATA, (hidden, width), layers),
         ("all_gather", DATA, (hidden, width // DATA), layers),
-        ("reduce_scatter", DATA, (vocab, width // MODEL), 1),
+        ("reduce_scatter", BOTH, (vocab, width), 1),
         ("all_gather", DATA, (vocab, width // BOTH), 1),
-        ("reduce_scatter", DATA, (positions, width // MODEL), 1),
-        ("all_gather", BOTH, (positions, width // BOTH), 1),
-        ("all_reduce", BOTH, (width,), 6 * layers),  # of norms and biases
-        ("reduce_scatter", DATA, (width // MODEL,), 2),  # of the first norm, whose features are split
-        ("all_gather", BOTH, (width // BOTH,), 2),
+        ("reduce_scatter", DATA, (positions // MODEL, width), 1),
+        ("all_gather", BOTH, (positions // BOTH, width), 1),
+        ("all_reduce", BOTH, (width,), 6 * layers + 2),  # of norms and biases
         ("all_reduce", DATA, (hidden,), layers),
     ]
 

@@ -361,7 +361,7 @@ def test_a_batch_that_is_split_sends_what_its_loops_ask(name):
     program, count = PROGRAMS[name], 4096
     f, args = program.function(), program.args(count)
     outs = jax.tree.map(lambda x: BOTH if x.shape[:1] == (count,) else P(), jax.eval_shape(f, *args))
-    options = sx.Options(chip="slow")  # to which no gather is cheap enough
+    options = sx.Options(chip="slow", idle_axes=False)  # to which no gather is cheap enough
     step = sx.shard_jit(
         f, mesh=MESHES["Auto"], in_shardings=program.specs(BOTH), out_shardings=outs, options=options
     )

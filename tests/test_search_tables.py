@@ -241,3 +241,37 @@ def test_a_variable_and_what_is_decided_with_it_are_one():
     assert fewer.counts == [12, 5]
     assert any(e is not None for table in fewer.tables for e in table.entries)
     assert solve(problem).price == exhaustive(problem)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_ways_alone_are_a_start_that_never_costs_more(seed):
+    """Whatever is found among them is a choice of the whole problem, and its bound holds still."""
+    problem = random_problem(seed, 12, 6, 40)
+    few = [min(n, 2) for n in problem.counts]
+    alone = solve(problem.first(few), 8)
+    assert all(way < most for way, most in zip(alone.ways, few, strict=True))
+    assert problem.price(alone.ways) == alone.price >= exhaustive_of(problem)
+    without, started = solve(problem, 8), solve(problem, 8, [few])
+    assert exhaustive_of(problem) <= started.price <= min(without.price, max(alone.price, without.bound))
+    assert 0 < started.bound <= exhaustive_of(problem)
+
+
+def exhaustive_of(problem: Problem) -> float:
+    """The optimum, of problems that are too large to try all choices: no table is too large for it."""
+    return solve(problem, 1 << 30).price
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_start_is_the_same_choice_of_the_problem_with_fewer_variables(seed):
+    rng = np.random.default_rng(seed)
+    problem = Problem([4, 12, 5])
+    possible = np.full((4, 12), np.inf)
+    possible[np.repeat(np.arange(4), 3), rng.permutation(12)] = 0.0
+    problem.add((0, 1), possible)
+    problem.add((1, 2), rng.integers(0, 50, (12, 5)).astype(float))
+    fewer, parts = solver._contracted(problem)
+    maker, copy = np.argwhere(np.isfinite(possible))[rng.integers(12)]
+    start = [int(maker), int(copy), int(rng.integers(5))]
+    of_fewer = solver._as_parts(start, fewer, parts)
+    assert fewer.price(of_fewer) == problem.price(start)
+    assert [int(states[of_fewer[v]]) for v, states in parts] == start

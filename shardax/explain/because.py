@@ -374,7 +374,8 @@ class _Teller:
         sources: dict[str, str] = {}
         for value, layout in values.items():
             sources |= self.sources(value, layout.sharding, axes, own)
-        return f"{word} {_listed(list(dims))}, split{_by(sources)}" if dims else ""
+        by = _by(sources) or " by no annotation, for speed"
+        return f"{word} {_listed(list(dims))}, split{by}" if dims else ""
 
 
 def _held_elsewhere(

@@ -32,6 +32,7 @@ from shardax.partition.tables import Problem
 from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, replicated_layout, trivial_axes
 from shardax.spmd_rules.registry import RULES, Split
+from shardax.spmd_rules.rule import Factors
 
 Kind = tuple[tuple[int, ...], int, bool, bool]
 """Of a value, all on which the prices of its reshards depend but the layouts."""
@@ -138,7 +139,7 @@ class Search:
             around, self.whole_sums = self.whole_sums, self.whole_sums or noted.keeps_whole_sums(node.scope)
             self.ports[node] = lay_out(self, node, runs, hidden)
             self.whole_sums = around
-        elif each := _apart(node):
+        elif each := _apart(node, self.completion.items.node_classes.of(node)[0].factors):
             self.alternatives.most.update(dict.fromkeys(each, self.alternatives.most[node]))
             self.apart[node] = [self.node(one, runs, hidden) for one in each]
         else:
@@ -582,12 +583,20 @@ def _bodies(node: Node) -> Iterator[Graph]:
             yield from _bodies(inner)
 
 
-def _apart(node: Node) -> list[Node]:
-    """Where each result is one operand in memory, as of a barrier, a node for each: they have nothing to do
-    with each other.
+def _apart(node: Node, factors: Factors | None) -> list[Node]:
+    """Where each result is one operand in memory, as of a barrier, and they share no factor, a node for each:
+    they have nothing to do with each other.
     """
     entry, pairs = RULES.get(node.name), list(zip(node.inputs, node.outputs, strict=False))
-    if entry is None or entry.reads != "none" or not len(node.inputs) == len(node.outputs) > 1:
+    if factors is None or entry is None or entry.reads != "none":
+        return []
+    if not len(node.inputs) == len(node.outputs) > 1:
+        return []
+    each = [
+        {f for dim in (*operand, *result) for f in dim}
+        for operand, result in zip(factors.operands, factors.results, strict=True)
+    ]
+    if sum(map(len, each)) > len(set().union(*each)):
         return []
     return [replace(node, inputs=[v], outputs=[made]) for v, made in pairs]
 
