@@ -78,9 +78,11 @@ class Offered(NamedTuple):
 
 
 class Alternatives:
-    """The ways of a program's nodes. `stored`: the values that stand in memory, not fused into the one that
-    reads them; `views`: those that are another one there. `exact`: the reshards (from, to, shape, bytes of an
-    element) whose prices its searches have found, over many axes.
+    """The ways of a program's nodes. `most`: how many each node may have. `stored`: the values that stand in
+    memory, not fused into the one that reads them; `views`: those that are another one there; `brought`:
+    those that come from the host's. `as_suggested`: whether axes that no layout around a node has are not on
+    offer. `exact`: the reshards (from, to, shape, bytes of an element) whose prices its searches have found,
+    over many axes.
     """
 
     def __init__(self, graph: Graph, completion: Completion, as_suggested: bool = False):
@@ -134,7 +136,17 @@ class Alternatives:
         )
         same = tuple(node.inputs.index(v) for v in node.inputs)
         sizes = tuple(
-            [(v.itemsize, v.is_literal, v in self.stored, v in self.views, is_at_host(v)) for v in values]
+            [
+                (
+                    v.itemsize,
+                    v.is_literal,
+                    v in self.stored,
+                    v in self.views,
+                    v in self.brought,
+                    is_at_host(v),
+                )
+                for v in values
+            ]
         )
         key = entry.name, id(factors), sizes, same, params
         return self.kinds.setdefault(key, len(self.kinds))
@@ -199,12 +211,12 @@ class Alternatives:
 
     def _best(self, around: Around, hidden: frozenset[str], whole: tuple[Axes, ...]) -> list[Way]:
         """The best ways of a node, in which the axes of `whole` go together only."""
-        as_suggested = self.as_suggested or around.entry.as_suggested or self.is_at_host(around)
+        as_suggested = self.as_suggested or around.entry.as_suggested or self.has_host(around)
         axes = () if as_suggested else self.sizes
         axes = tuple([a for a in axes if a not in hidden and a not in self.trivial])
         return [each.way for each in self._ranked(around, Offer(axes, whole))]
 
-    def is_at_host(self, around: Around) -> bool:
+    def has_host(self, around: Around) -> bool:
         """Whether the host has an operand or a result, or looks up what this one looks up, or casts before
         it does: no price knows that the table need not come (`passes/lookups.py`)."""
         node, entry = around.node, around.entry

@@ -27,6 +27,7 @@ ROUNDS = 30  # of improvement, where a table outgrew that
 IDLE, PATIENT = 3, 6  # that many with little gain, where the gap is small, and where it is not
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
 NEARLY = 1e-3  # the share of the price up to which a gap is no reason to look further
+SEVERAL = 2000  # variables: what is small is solved well in the time that what is large takes anyway
 FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
@@ -69,7 +70,7 @@ def solve(problem: Problem, limit: int = LIMIT, firsts: Sequence[Sequence[int]] 
 
 def _from_firsts(problem: Problem, limit: int, firsts: Sequence[Sequence[int]]) -> Solution:
     found = _of_all(problem, limit)
-    if found.gap <= NEARLY * found.price:
+    if found.gap <= NEARLY * found.price or len(problem.counts) > SEVERAL:
         return found
     starts = [_of_all(problem.first(counts), limit) for counts in firsts]
     start = min(starts, key=lambda start: start.price, default=found)
