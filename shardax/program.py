@@ -201,8 +201,10 @@ def _build_one(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, opti
             for side, values in zip(shardings, (program.inputs, program.outputs), strict=True)
         ]
         allowed = functools.partial(strict.allowed, options.allow) if options.strict is True else None
-        how = {"allowed": allowed, "as_suggested": not options.idle_axes}
-        decisions = choose(program, completion.of_several(), *layouts, **how)
+        ins, outs = layouts
+        decisions = choose(
+            program, completion.of_several(), ins, outs, allowed, as_suggested=not options.idle_axes
+        )
     with timed(phases, "emission"):
         abstract = sites.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):
