@@ -38,7 +38,8 @@ class Options:
       unrolled code one array ahead; "cpu" and "tpu" avoid what XLA does wrong or badly there, where a program
       is lowered for it.
     idle_axes (True): an operation may be split over any axis of the mesh, wherever that takes less time: also
-      over one that splits nothing around it. False: only as shardings of its operands and results suggest.
+      over one that splits nothing around it. "near": only over those that its operands and results have,
+      along any dim. False: only as shardings of these suggest.
 
     Raises ValueError for other values.
 
@@ -51,7 +52,7 @@ class Options:
     allow: tuple[str, ...] = ()
     chip: Chip | str | None = field(default=None, repr=False)
     passes: tuple[Any, ...] = field(default=PASSES, repr=False)
-    idle_axes: bool = field(default=True, repr=False)
+    idle_axes: bool | Literal["near"] = field(default=True, repr=False)
 
     def __post_init__(self):
         if not isinstance(self.strict, bool | str) or self.strict not in (False, True, "warn"):
@@ -62,8 +63,8 @@ class Options:
             )
         if not isinstance(self.allow, tuple) or not all(isinstance(pattern, str) for pattern in self.allow):
             raise ValueError(f"Options(allow={self.allow!r}): must be a tuple of patterns, such as ('sort',)")
-        if not isinstance(self.idle_axes, bool):
-            raise ValueError(f"Options(idle_axes={self.idle_axes!r}): must be True or False")
+        if not isinstance(self.idle_axes, bool) and self.idle_axes != "near":
+            raise ValueError(f'Options(idle_axes={self.idle_axes!r}): must be True, "near" or False')
         is_tuple = isinstance(self.passes, tuple)
         if not is_tuple or not all(callable(x) or x in PASSES for x in self.passes):
             raise ValueError(

@@ -202,9 +202,7 @@ def _build_one(jaxpr, committed: Sequence[Placement | None], mesh: AnyMesh, opti
         ]
         allowed = functools.partial(strict.allowed, options.allow) if options.strict is True else None
         ins, outs = layouts
-        decisions = choose(
-            program, completion.of_several(), ins, outs, allowed, as_suggested=not options.idle_axes
-        )
+        decisions = choose(program, completion.of_several(), ins, outs, allowed, idle_axes=options.idle_axes)
     with timed(phases, "emission"):
         abstract = sites.refined_mesh(mesh, refined)
         with jax.sharding.use_abstract_mesh(abstract):

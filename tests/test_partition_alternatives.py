@@ -228,13 +228,14 @@ def test_some_are_split_only_as_some_sharding_is(monkeypatch):
     known = complete(program, [from_spec(P("x"), 2)], SIZES)
     made, requested = [{layout(P("x"), (16, 8)): 0.0}], [(layout(P("x"), (16, 8)),)] * 2
 
-    def ways(as_suggested):
-        each = Alternatives(program, known, as_suggested)
+    def ways(idle_axes):
+        each = Alternatives(program, known, idle_axes)
         return each.of(program.nodes[0], made, requested, frozenset())[0]
 
-    free, narrow = map(ways, (False, True))
+    free, near, narrow = map(ways, (True, "near", False))
     monkeypatch.setitem(RULES, "tanh", replace(RULES["tanh"], as_suggested=True))
-    assert layouts_of(ways(False)) == layouts_of(narrow)
+    assert layouts_of(ways(True)) == layouts_of(narrow)
+    assert [way.operands[0].sharding.spec for way in near] == [P("x", None), P(None, "x"), P(None, None)]
     assert [way.operands[0].sharding.spec for way in narrow] == [P("x", None), P(None, None)]
     assert used_in(free) == set(AXES) and set(layouts_of(narrow)) < set(layouts_of(free))
 

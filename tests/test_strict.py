@@ -141,7 +141,7 @@ def test_primitives_without_a_rule():
         ({"max_gather_bytes": 1.5}, "must be a number of bytes, or None"),
         ({"allow": "sort"}, "must be a tuple of patterns"),
         ({"allow": (1,)}, "must be a tuple of patterns"),
-        ({"idle_axes": 1}, "must be True or False"),
+        ({"idle_axes": 1}, 'must be True, "near" or False'),
     ],
 )
 def test_bad_options(options, words):

@@ -80,12 +80,11 @@ class Offered(NamedTuple):
 class Alternatives:
     """The ways of a program's nodes. `most`: how many each node may have. `stored`: the values that stand in
     memory, not fused into the one that reads them; `views`: those that are another one there; `brought`:
-    those that come from the host's. `as_suggested`: whether axes that no layout around a node has are not on
-    offer. `exact`: the reshards (from, to, shape, bytes of an element) whose prices its searches have found,
-    over many axes.
+    those that come from the host's. `idle_axes`: as of `Options`. `exact`: the reshards (from, to, shape,
+    bytes of an element) whose prices its searches have found, over many axes.
     """
 
-    def __init__(self, graph: Graph, completion: Completion, as_suggested: bool = False):
+    def __init__(self, graph: Graph, completion: Completion, idle_axes: bool | str = True):
         self.completion, self.paddings = completion, paddings_of(graph, completion)
         self.network = network_of(completion.sizes)
         self.sizes: AxisSizes = completion.sizes
@@ -95,7 +94,7 @@ class Alternatives:
         self.views = views(graph, self.stored)
         self.whole = whole_axes(graph, completion, self.network.cut)
         self.joined = joined_axes(graph, completion)
-        self.as_suggested = as_suggested
+        self.idle_axes = idle_axes
         self.guesses = Guesses(self.network, self.nbytes)
         self.kinds: dict[Hashable, int] = {}
         self.likenesses: dict[Hashable, int] = {}
@@ -211,9 +210,11 @@ class Alternatives:
 
     def _best(self, around: Around, hidden: frozenset[str], whole: tuple[Axes, ...]) -> list[Way]:
         """The best ways of a node, in which the axes of `whole` go together only."""
-        as_suggested = self.as_suggested or around.entry.as_suggested or self.has_host(around)
-        axes = () if as_suggested else self.sizes
-        axes = tuple([a for a in axes if a not in hidden and a not in self.trivial])
+        axes = tuple([a for a in self.sizes if a not in hidden and a not in self.trivial])
+        if around.entry.as_suggested or self.idle_axes is False or self.has_host(around):
+            axes = ()
+        elif self.idle_axes == "near":
+            axes = None
         return [each.way for each in self._ranked(around, Offer(axes, whole))]
 
     def has_host(self, around: Around) -> bool:

@@ -48,11 +48,11 @@ def project_all(layouts: Sequence[Layout], tensors, factors: Factors, sizes: Axi
 @dataclass(frozen=True, slots=True)
 class Offer:
     """The axes that may go to any dim, whether or not some tensor has them: what all_to_alls bring there, or
-    what splits nothing else. `whole`: those that go together, because they are one that is cut only for other
-    parts of the program.
+    what splits nothing else. None: those that some tensor has. `whole`: those that go together, because they
+    are one that is cut only for other parts of the program.
     """
 
-    axes: Axes = ()
+    axes: Axes | None = ()
     whole: tuple[Axes, ...] = ()
 
     def groups(self, used: Iterable[Axes]) -> list[Axes]:
@@ -60,10 +60,11 @@ class Offer:
         each.
         """
         used = list(used)
-        more = [group + tuple([a for a in self.axes if a not in group]) for group in used]
-        runs = ([run for run in self.whole if a in run] or [(a,)] for a in self.axes)
-        apart = [tuple([a for a in self.axes if a in run]) for (run,) in runs]
-        return list(dict.fromkeys(filter(None, [self.axes, *used, *more, *apart])))
+        axes = tuple(dict.fromkeys(itertools.chain(*used))) if self.axes is None else self.axes
+        more = [group + tuple([a for a in axes if a not in group]) for group in used]
+        runs = ([run for run in self.whole if a in run] or [(a,)] for a in axes)
+        apart = [tuple([a for a in axes if a in run]) for (run,) in runs]
+        return list(dict.fromkeys(filter(None, [axes, *used, *more, *apart])))
 
 
 def suggest(
@@ -87,7 +88,7 @@ def suggest(
                     must_leave.update(split.axes)
                 else:
                     _append(suggestions, factor, split)
-    going = offer.groups(used) if offer.axes else filter(must_leave.intersection, used)
+    going = filter(must_leave.intersection, used) if offer.axes == () else offer.groups(used)
     groups = [(axes, shard_count(axes, padding.sizes)) for axes in going]
     for factor in dict.fromkeys(f for dims in tensors for dim in dims for f in dim):
         size = factors.sizes[factor]

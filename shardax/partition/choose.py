@@ -33,7 +33,7 @@ def choose(
     outputs: Sequence[Layout],
     allowed: Callable[..., bool] | None = None,
     byte_price: float = 0.0,
-    as_suggested: bool = False,
+    idle_axes: bool | str = True,
 ) -> Decisions:
     """Chooses how every node of a graph runs, given the layouts that its inputs come in and its outputs must
     leave in.
@@ -41,9 +41,9 @@ def choose(
     `allowed`: under strict mode, whether what has one of these names may be sent: primitives, lines, kinds of
     collectives. Nothing else is resharded that nobody requested, wherever there is another way. `byte_price`:
     picoseconds for each byte of what is made, on one device: the multiplier by which less memory is bought
-    for more time. `as_suggested`: whether nothing is split over axes that no layout around it has.
+    for more time. `idle_axes`: as of `Options`.
     """
-    alternatives = Alternatives(graph, completion, as_suggested)
+    alternatives = Alternatives(graph, completion, idle_axes)
 
     def lay_out(splits: Splits, returned: Returned, whole: bool = True) -> Search:
         search = Search(graph, completion, alternatives, splits, returned, allowed, byte_price)

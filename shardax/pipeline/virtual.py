@@ -199,7 +199,7 @@ def _partitioned(jaxpr, mesh: AbstractMesh):
     """All that is made of the batch is split, and nothing else; nothing is sent but sums, if there is such a
     way."""
     for chip, strict in ((_CHIP, True), ("slow", False)):
-        options = Options(chip=chip, strict=strict, passes=("dead", "share"), idle_axes=False)
+        options = Options(chip=chip, strict=strict, passes=("dead", "share"), idle_axes="near")
         try:
             return program.build(jaxpr, (None,) * len(jaxpr.in_avals), mesh, options)
         except Refused:
