@@ -76,7 +76,8 @@ def test_it_sends_no_more(mesh, stage):
     zero = sx.zero.Zero("data", stage=stage)
     for transforms in [PIPELINE, zero], [zero, PIPELINE]:
         plan = planned(scanned, SCANNED, mesh, transforms)
-        assert 0 < sent(plan) <= sent(without)
+        # over all axes: `model` may share the rows, so that weights come over both
+        assert 0 < plan.comm_bytes <= without.comm_bytes
         assert scatters(plan) == [1, 1]
 
 
