@@ -39,8 +39,8 @@ def default_step():
     return mesh, job.state.params, step.plan(job.state, job.batch), step.lower(job.state, job.batch)
 
 
-def expected() -> Counter:
-    """How often each (kind, devices, shape on each device) runs in a step."""
+def expected(first: str) -> Counter:
+    """How often each (kind, devices, shape on each device) runs in a step, whose first layer is split by `first`."""
     options, config = parse([]), gpt2.SIZES["default"]
     layers, vocab, width, head = config.layers, config.vocab, config.model, config.model // config.heads
     batch, seq, heads = options.batch // DATA, options.seq, config.heads // MODEL
@@ -54,16 +54,13 @@ def expected() -> Counter:
         ("all_gather", MODEL, (width, 3, heads, head), later),
         ("all_gather", MODEL, (1, 1, 3, heads, head), later),
         ("all_gather", MODEL, (heads, head, width), layers),
-        # That of the first layer by heads, for the embedding comes split by features, then by positions.
-        ("all_gather", MODEL, (batch, seq // MODEL), 2),  # its two normalizations
-        ("all_gather", MODEL, (batch, seq // MODEL, 1), 2),
-        ("all_gather", MODEL, (batch, seq, heads, head), 1),  # what the projection reads
-        ("all_to_all", MODEL, (batch, seq // MODEL, config.heads, head), 1),  # its gradient, back
+        # That of the first layer by heads.
         ("reduce_scatter", MODEL, whole, 1),
         # Embedding: fewer rows of the vocabulary than a device has tokens.
         ("all_gather", MODEL, (vocab, width // MODEL), 1),
         ("all_reduce", BOTH, (), 2),  # the loss, and the norm of all gradients for clipping
         *gradients(),
+        *FIRST[first](batch, seq, vocab, width, config.heads, head),
     ]
     total = Counter()
     for *what, times in table:
@@ -71,20 +68,60 @@ def expected() -> Counter:
     return total
 
 
+def by_positions(batch, seq, vocab, width, heads, head) -> list[tuple]:
+    """The embedding comes split by features, and moves to positions."""
+    return [
+        ("all_gather", MODEL, (batch, seq // MODEL), 2),  # the two normalizations
+        ("all_gather", MODEL, (batch, seq // MODEL, 1), 2),
+        ("all_gather", MODEL, (batch, seq, heads // MODEL, head), 1),  # what the projection reads
+        ("all_to_all", MODEL, (batch, seq // MODEL, heads, head), 1),  # its gradient, back
+        # gradients
+        ("reduce_scatter", BOTH, (width, heads, head), 1),
+        ("all_gather", DATA, (heads // BOTH, head, width), 1),
+        ("reduce_scatter", BOTH, (vocab, width), 1),
+        ("reduce_scatter", DATA, (seq // MODEL, width), 1),
+        ("all_gather", BOTH, (seq // BOTH, width), 1),
+        ("all_reduce", BOTH, (width,), 2),  # of the first norm
+    ]
+
+
+def by_features(batch, seq, vocab, width, heads, head) -> list[tuple]:
+    """It is normalized as it comes."""
+    return [
+        ("all_reduce", MODEL, (batch, seq), 3),  # the first normalization, there and back
+        ("all_reduce", MODEL, (batch, seq, 1), 1),
+        ("all_gather", MODEL, (batch // MODEL, seq, width), 2),  # the feed-forward part, and a gradient
+        ("all_to_all", MODEL, (batch, seq, heads // MODEL, head), 1),  # from heads to rows
+        # gradients
+        ("reduce_scatter", DATA, (width, heads // MODEL, head), 1),
+        ("all_gather", DATA, (heads // MODEL, head // DATA, width), 1),
+        ("reduce_scatter", DATA, (vocab, width // MODEL), 1),
+        ("reduce_scatter", MODEL, (vocab, width), 1),  # what the logits add
+        ("reduce_scatter", DATA, (seq, width // MODEL), 1),
+        ("all_gather", BOTH, (seq, width // BOTH), 1),
+        ("reduce_scatter", DATA, (width // MODEL,), 2),  # of the first norm
+        ("all_gather", BOTH, (width // BOTH,), 2),
+    ]
+
+
+FIRST = {"positions": by_positions, "features": by_features}
+"""JAX 0.10 writes a normalization with more operations than the newest, and the first layer is split otherwise."""
+
+
 def gradients() -> list[tuple]:
     """The large ones are scattered over `data`, or both, where AdamW updates a part of each parameter; what is
     new is gathered over `data`. (The optimizer's state rests as parameters do, so its parts are cut out.)"""
     config = gpt2.SIZES["default"]
     layers, vocab, width, head = config.layers, config.vocab, config.model, config.model // config.heads
-    heads, hidden, positions = config.heads // MODEL, config.hidden // MODEL, config.seq
+    heads, hidden = config.heads // MODEL, config.hidden // MODEL
     later = layers - 1
     return [
         ("reduce_scatter", BOTH, (3, config.heads, head, width), later),
         ("reduce_scatter", BOTH, (3, config.heads, head), later),
-        ("reduce_scatter", BOTH, (width, config.heads, head), layers),
+        ("reduce_scatter", BOTH, (width, config.heads, head), later),
         ("all_gather", DATA, (width, 3, heads // DATA, head), later),
         ("all_gather", DATA, (3, heads // DATA, head), later),
-        ("all_gather", DATA, (heads // DATA, head, width), layers),
+        ("all_gather", DATA, (heads // DATA, head, width), later),
         ("reduce_scatter", DATA, (3, heads, head, width), 1),
         ("all_reduce", DATA, (3, heads, head), 1),
         ("all_gather", DATA, (width, 3, heads, head // DATA), 1),
@@ -92,11 +129,8 @@ def gradients() -> list[tuple]:
         ("all_gather", DATA, (width // DATA, hidden), layers),
         ("reduce_scatter", DATA, (hidden, width), layers),
         ("all_gather", DATA, (hidden, width // DATA), layers),
-        ("reduce_scatter", BOTH, (vocab, width), 1),
         ("all_gather", DATA, (vocab, width // BOTH), 1),
-        ("reduce_scatter", DATA, (positions // MODEL, width), 1),
-        ("all_gather", BOTH, (positions // BOTH, width), 1),
-        ("all_reduce", BOTH, (width,), 6 * layers + 2),  # of norms and biases
+        ("all_reduce", BOTH, (width,), 6 * layers),  # of norms and biases
         ("all_reduce", DATA, (hidden,), layers),
     ]
 
@@ -109,7 +143,7 @@ def test_it_sends_what_is_listed_and_nothing_else():
             found[c.kind, c.devices, operand.shape] += c.trips
             dtypes[operand.dtype.name] += c.trips
     assert dtypes == {"float32": sum(found.values())}
-    assert found == expected()
+    assert found in [expected(first) for first in FIRST]
 
 
 def test_the_plan_says_the_same():
