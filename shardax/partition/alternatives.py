@@ -1,12 +1,11 @@
-"""The ways to run a node: what the layouts in which its operands may be made, and those requested for its
-results, suggest.
+"""The ways to run a node: over all axes of the mesh, along any dim that it keeps, and as the layouts in which
+its operands may be made, and those requested for its results, suggest.
 
-Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, those that
-look cheapest where they stand, with what it takes to make the operands so, from the beginning of the program
-on, a value's price shared by its readers. And the one that splits nothing, if there is one: what is gathered
-for others anyway looks dear there, and the more axes there are, the more ways stand before it. Two more may
-split products over axes that no operand has. Whatever is left out is left out for all searches of that
-program alike.
+Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, in large
+programs fewer (`lengths`): those that look cheapest where they stand, with what it takes to make the operands
+so, from the beginning of the program on, a value's price shared by its readers. And the best of each further
+sort (`Offered.sort`): what is gathered for others anyway looks dear there, and the more axes there are, the
+more ways stand before it. Whatever is left out is left out for all searches of that program alike.
 """
 
 import math
