@@ -155,7 +155,7 @@ def test_the_plan_says_the_same():
 
 def test_it_sends_less_than_megatron():
     """Two reductions of activations in each layer there and back, and one of each gradient, send 12.0 MiB."""
-    assert default_step()[2].comm_bytes < 11 * 2**20  # 10.7 MiB, and 10.8 with the newest JAX
+    assert default_step()[2].comm_bytes < 11 * 2**20  # 10.8 MiB: one that sends 10.7 takes .2 % longer
 
 
 def test_what_the_uneven_embedding_costs_is_in_the_plan():

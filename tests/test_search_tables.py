@@ -9,7 +9,7 @@ from scipy.sparse import lil_array
 
 from shardax.partition import solve as solver
 from shardax.partition import tables
-from shardax.partition.messages import proposals
+from shardax.partition.messages import Messages
 from shardax.partition.solve import solve
 from shardax.partition.tables import Problem, Table
 
@@ -168,31 +168,66 @@ def test_messages_find_the_optimum_of_a_chain():
     alone = {v: rng.integers(0, 50, 4).astype(float) for v in range(12)}
     for v, prices in alone.items():
         problem.add((v,), prices)
-    pairs = [Table((v, v + 1), rng.integers(0, 50, (4, 4)).astype(float)) for v in range(11)]
-    problem.tables += pairs
-    choices, bound = proposals(list(alone.values()), pairs)
-    assert min(map(problem.price, choices)) == solve(problem).price == pytest.approx(bound)
-
-
-def apart(problem: Problem) -> tuple[list[np.ndarray], list[Table]]:
-    """What each variable costs alone, and one table for each pair."""
-    alone = [np.zeros(count) for count in problem.counts]
-    pairs: dict[tuple[int, ...], list[Table]] = {}
-    for table in problem.tables:
-        if len(table.scope) == 1:
-            alone[table.scope[0]] = alone[table.scope[0]] + table.full()
-        else:
-            pairs.setdefault(table.scope, []).append(table)
-    return alone, list(map(tables.added, pairs.values()))
+    for v in range(11):
+        problem.add((v, v + 1), rng.integers(0, 50, (4, 4)).astype(float))
+    messages = Messages(problem)
+    assert min(map(problem.price, messages.sweep())) == solve(problem).price == pytest.approx(messages.bound)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_messages_bound_the_price(seed):
     """No choice costs less, whatever the problem; that of a larger one need not be reached."""
     problem = random_problem(seed, 7, 4, 14)
-    choices, bound = proposals(*apart(problem))
-    optimum = solve(problem).price
-    assert 0 < bound <= optimum <= min(map(problem.price, choices))
+    messages, optimum, before = Messages(problem), solve(problem).price, 0.0
+    for _ in range(5):
+        choices = messages.sweep()
+        assert before < messages.bound * (1 + 1e-6) and messages.bound <= optimum
+        assert optimum <= min(map(problem.price, choices))
+        before = messages.bound
+
+
+def with_way(problem: Problem, v: int, way: int) -> Problem:
+    """The problem in which a variable runs so."""
+    forced, only = Problem(list(problem.counts), list(problem.tables)), np.full(problem.counts[v], np.inf)
+    only[way] = 0.0
+    forced.add((v,), only)
+    return forced
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_messages_rule_out_costs_more(seed):
+    """Than any choice that is known, after each sweep; and the optimum is never ruled out."""
+    problem = random_problem(seed, 9, 5, 18)
+    messages, optimum, ruled_out = Messages(problem), solve(problem), 0
+    some = solve(problem, limit=1)
+    for choice in (some, optimum, optimum):
+        messages.sweep()
+        left = messages.within(choice.price, choice.ways)
+        assert all(way in ways for way, ways in zip(optimum.ways, left, strict=True))
+        for v, (known, kept) in enumerate(zip(messages.kept, left, strict=True)):
+            for way in set(known.tolist()) - set(kept.tolist()):
+                assert solve(with_way(problem, v, way)).price > choice.price
+                ruled_out += 1
+        messages.keep(left)
+        assert messages.bound <= optimum.price
+    assert ruled_out or sum(problem.counts) == len(problem.counts)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_messages_go_on_among_the_ways_that_are_left(seed):
+    """With all that they know: the bound falls behind nothing that it was, and holds."""
+    short, full = repeating(random_problem(seed, 12, 5, 20), seed)
+    for problem in (short, full):
+        messages, optimum = Messages(problem), solve(problem, 1 << 30)
+        for _ in range(10):
+            messages.sweep()
+        before = messages.bound
+        messages.keep(messages.within(optimum.price, optimum.ways))
+        assert sum(map(len, messages.kept)) < sum(problem.counts)
+        for choice in messages.sweep():
+            assert all(way in kept for way, kept in zip(choice, messages.kept, strict=True))
+            assert problem.price(choice) >= optimum.price
+        assert before * (1 - 1e-6) <= messages.bound <= optimum.price
 
 
 def repeating(problem: Problem, seed: int) -> tuple[Problem, Problem]:
@@ -223,9 +258,9 @@ def test_ways_that_share_an_entry_change_nothing(seed, limit):
     short, full = repeating(random_problem(seed, 9, 4, 16), seed)
     assert any(e is not None for table in short.tables for e in table.entries)
     assert solve(short, limit) == solve(full, limit)
-    (some, bound), (others, same) = (proposals(*apart(problem)) for problem in (short, full))
-    assert some == others
-    assert bound == pytest.approx(same)
+    some, others = Messages(short), Messages(full)
+    assert some.sweep() == others.sweep()
+    assert some.bound == pytest.approx(others.bound)
 
 
 def test_a_variable_and_what_is_decided_with_it_are_one():
@@ -241,37 +276,3 @@ def test_a_variable_and_what_is_decided_with_it_are_one():
     assert fewer.counts == [12, 5]
     assert any(e is not None for table in fewer.tables for e in table.entries)
     assert solve(problem).price == exhaustive(problem)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_first_ways_alone_are_a_start_that_never_costs_more(seed):
-    """Whatever is found among them is a choice of the whole problem, and its bound holds still."""
-    problem = random_problem(seed, 12, 6, 40)
-    few = [min(n, 2) for n in problem.counts]
-    alone = solve(problem.first(few), 8)
-    assert all(way < most for way, most in zip(alone.ways, few, strict=True))
-    assert problem.price(alone.ways) == alone.price >= exhaustive_of(problem)
-    without, started = solve(problem, 8), solve(problem, 8, [few])
-    assert exhaustive_of(problem) <= started.price <= min(without.price, max(alone.price, without.bound))
-    assert 0 < started.bound <= exhaustive_of(problem)
-
-
-def exhaustive_of(problem: Problem) -> float:
-    """The optimum, of problems that are too large to try all choices: no table is too large for it."""
-    return solve(problem, 1 << 30).price
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_start_is_the_same_choice_of_the_problem_with_fewer_variables(seed):
-    rng = np.random.default_rng(seed)
-    problem = Problem([4, 12, 5])
-    possible = np.full((4, 12), np.inf)
-    possible[np.repeat(np.arange(4), 3), rng.permutation(12)] = 0.0
-    problem.add((0, 1), possible)
-    problem.add((1, 2), rng.integers(0, 50, (12, 5)).astype(float))
-    fewer, parts = solver._contracted(problem)
-    maker, copy = np.argwhere(np.isfinite(possible))[rng.integers(12)]
-    start = [int(maker), int(copy), int(rng.integers(5))]
-    of_fewer = solver._as_parts(start, fewer, parts)
-    assert fewer.price(of_fewer) == problem.price(start)
-    assert [int(states[of_fewer[v]]) for v, states in parts] == start

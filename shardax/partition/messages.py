@@ -1,50 +1,28 @@
-"""Proposes choices by messages, where elimination is too dear: sequential tree-reweighted min-sum, TRW-S
-(Kolmogorov 2006).
+"""Bounds the price of each way by messages, and proposes choices, where elimination is too dear: sequential
+tree-reweighted min-sum, TRW-S (Kolmogorov 2006).
 
 Each variable sends each neighbour what its ways would cost, as far as it knows. Variables are visited in
 order and back again; each shares out the messages that came in evenly among the neighbours that come after
 it. After some sweeps the messages agree. In each sweep a choice is read off: each variable takes the cheapest
 way, given the ways of those before it. What a variable or a message costs at least is counted apart, once:
-the sum is a lower bound on the price of any choice, and grows from sweep to sweep.
+the sum is a lower bound on the price of any choice, and grows from sweep to sweep. What one of its ways costs
+more than the cheapest is what it adds to that bound: of the ways that cost too much the messages are rid, and
+grow faster (fixing by reduced costs).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from shardax.partition.tables import Table
+from shardax.partition.tables import Problem
 
-SWEEPS = 8  # forward and back, at most; but more as long as few variables are visited
-VISITS = 10_000  # of variables: what is small is solved well in the time that what is large takes anyway
-ENOUGH = 1e-3  # the share by which one must raise the bound
 _NEVER = 1e17  # picoseconds, instead of infinity: messages are subtracted
 _ROUNDING = 1e-9  # messages are no whole numbers
+FEWER = 0.8  # of the ways, or the others stay too: to leave them out takes as long as two sweeps
 
 
-def proposals(alone: Sequence[np.ndarray], pairs: Iterable[Table]) -> tuple[list[list[int]], float]:
-    """Choices of a way for each variable, one after each sweep, and a lower bound on the price of any.
-
-    Args:
-      alone: for each variable the prices of its ways.
-      pairs: tables over two variables each.
-
-    >>> tables = [Table((0, 1), np.array([[0.0, 5.0], [9.0, 1.0]]))]
-    >>> choices, bound = proposals([np.zeros(2), np.array([3.0, 0.0])], tables)
-    >>> choices[-1], round(bound, 6)
-    ([1, 1], 1.0)
-    """
-    field = _Field(alone, pairs)
-    choices: list[list[int]] = []
-    for _ in range(max(SWEEPS, VISITS // max(1, len(alone)))):
-        before = field.bound
-        choices += [field.sweep(True), field.sweep(False)]
-        if field.bound - before <= ENOUGH * abs(field.bound):
-            break
-    return choices, field.bound - _ROUNDING * abs(field.bound)
-
-
-class _Entries:
+class _Groups:
     """Which entry of a table each way has. `order`: the ways, sorted by it; `starts`: of each entry there."""
 
     def __init__(self, of: np.ndarray):
@@ -56,76 +34,126 @@ class _Entries:
         return np.minimum.reduceat(prices[self.order], self.starts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Edge:
+class _Edge(NamedTuple):
     """From a variable to another: the table between them, the variable's own entries first, those of each
     side's ways, and the numbers of the incoming and the outgoing message. A message has a price for each
     entry."""
 
     to: int
     prices: np.ndarray
-    own: _Entries | None
-    other: _Entries | None
+    own: _Groups | None
+    other: _Groups | None
     incoming: int
     outgoing: int
 
 
-class _Field:
-    """`before` and `after`: for each variable the edges to those that stand earlier and later. `bound`: of
-    the last sweep.
+class Messages:
+    """Those between the variables of a problem with tables over one or two.
+
+    Attributes:
+      bound: no choice costs less. It grows from sweep to sweep.
+      kept: for each variable the ways that are left; `known`: what each of them costs, as far as messages
+        have come.
+
+    >>> problem = Problem()
+    >>> a, b = problem.variable(2), problem.variable(2)
+    >>> problem.add((b,), np.array([3.0, 0.0]))
+    >>> problem.add((a, b), np.array([[0.0, 5.0], [9.0, 1.0]]))
+    >>> messages = Messages(problem)
+    >>> messages.sweep()[-1], round(messages.bound, 6)
+    ([1, 1], 1.0)
+    >>> messages.within(1.0, [1, 1])
+    [array([1]), array([1])]
     """
 
-    def __init__(self, alone: Sequence[np.ndarray], pairs: Iterable[Table]):
-        pairs = list(pairs)
-        self.alone = [np.minimum(prices, _NEVER) for prices in alone]
-        self.before: list[list[_Edge]] = [[] for _ in alone]
-        self.after: list[list[_Edge]] = [[] for _ in alone]
-        self.messages: list[np.ndarray] = []
+    def __init__(self, problem: Problem):
+        self.known = [np.zeros(count) for count in problem.counts]
+        for table in problem.tables:
+            if len(table.scope) == 1:
+                self.known[table.scope[0]] += np.minimum(table.full(), _NEVER)
+        self.pairs = [table for table in problem.tables if len(table.scope) == 2]
+        self.messages = [np.zeros(n) for table in self.pairs for n in reversed(table.prices.shape)]
+        self.kept = [np.arange(count) for count in problem.counts]
         self.bound = -np.inf
-        distinct = {id(table.prices): table.prices for table in pairs}  # many are one array
-        finite = {number: _finite(prices) for number, prices in distinct.items()}
-        some = {id(entries): entries for table in pairs for entries in table.entries if entries is not None}
-        known = {number: _Entries(entries) for number, entries in some.items()}
-        for table in pairs:
-            (a, b), (of_a, of_b) = table.scope, (known.get(id(entries)) for entries in table.entries)
-            prices, number = finite[id(table.prices)], len(self.messages)
-            self.messages += [np.zeros(n) for n in reversed(prices.shape)]
-            self.after[a].append(_Edge(b, prices, of_a, of_b, number + 1, number))
-            self.before[b].append(_Edge(a, prices.T, of_b, of_a, number, number + 1))
-        self.share = [1.0 / max(1, len(b), len(a)) for b, a in zip(self.before, self.after, strict=True)]
+        self._excess = [np.zeros(0)] * len(problem.counts)
+        self._there = -np.inf
+        self._join()
 
-    def sweep(self, forward: bool) -> list[int]:
-        """Visits all variables; returns the ways that are cheapest by what they know."""
-        count, messages, bound = len(self.alone), self.messages, 0.0
-        visited, coming = (self.before, self.after) if forward else (self.after, self.before)
-        ways = [0] * count
-        for v in range(count) if forward else reversed(range(count)):
-            alone = self.alone[v]
-            for edge in coming[v]:
-                alone = alone + _of_ways(messages[edge.incoming], edge)
-            known = total = alone
-            for edge in visited[v]:
-                known = known + _of_ways(messages[edge.incoming], edge)
-                way = ways[edge.to]
-                taken = way if edge.other is None else edge.other.of[way]
-                total = total + _of_ways(edge.prices[:, taken], edge)
+    def _join(self) -> None:
+        """`_before` and `_after`: for each variable the edges to those that stand earlier and later."""
+        self._before: list[list[_Edge]] = [[] for _ in self.known]
+        self._after: list[list[_Edge]] = [[] for _ in self.known]
+        distinct = {id(table.prices): table.prices for table in self.pairs}  # many are one array
+        finite = {number: _finite(prices) for number, prices in distinct.items()}
+        some = {id(of): of for table in self.pairs for of in table.entries if of is not None}
+        known = {number: _Groups(entries) for number, entries in some.items()}
+        for number, table in enumerate(self.pairs):
+            (a, b), (of_a, of_b) = table.scope, (known.get(id(entries)) for entries in table.entries)
+            prices, there, back = finite[id(table.prices)], 2 * number, 2 * number + 1
+            self._after[a].append(_Edge(b, prices, of_a, of_b, back, there))
+            self._before[b].append(_Edge(a, prices.T, of_b, of_a, there, back))
+        sides = zip(self._before, self._after, strict=True)
+        self._share = [1.0 / max(1, len(before), len(after)) for before, after in sides]
+
+    def sweep(self) -> list[list[int]]:
+        """Visits all variables and comes back; returns the choices that were read off on each way."""
+        there, self._there = self._visit(range(len(self.known)), self._before, self._after)
+        back, bound = self._visit(range(len(self.known) - 1, -1, -1), self._after, self._before)
+        self.bound = bound - _ROUNDING * abs(bound)
+        return [[int(kept[way]) for kept, way in zip(self.kept, ways, strict=True)] for ways in (there, back)]
+
+    def _visit(
+        self, order: range, visited: Sequence[Sequence[_Edge]], coming: Sequence[Sequence[_Edge]]
+    ) -> tuple[list[int], float]:
+        """A choice, and a lower bound on the price of any."""
+        messages, known, share, ways, bound = self.messages, self.known, self._share, [0] * len(order), 0.0
+        for v in order:
+            total = mine = known[v]
+            for to, between, own, other, incoming, _ in visited[v]:
+                taken = ways[to] if other is None else other.of[ways[to]]
+                prices = between[:, taken] - messages[incoming]
+                total = total + (prices if own is None else prices[own.of])
             ways[v] = int(total.argmin())
-            least = np.minimum.reduce(known)
-            bound += least
-            known = (known - least) * self.share[v]
-            for edge in coming[v]:
-                of_entries = known if edge.own is None else edge.own.least(known)
-                message = np.minimum.reduce((of_entries - messages[edge.incoming])[:, None] + edge.prices)
+            least = np.minimum.reduce(mine)
+            bound += float(least)
+            self._excess[v] = mine = mine - least
+            mine = mine * share[v]
+            for to, between, own, other, incoming, outgoing in coming[v]:
+                of_entries = mine if own is None else own.least(mine)
+                message = np.minimum.reduce((of_entries - messages[incoming])[:, None] + between)
                 least = np.minimum.reduce(message)
-                bound += least
-                messages[edge.outgoing] = message - least
-        self.bound = float(bound)
+                bound += float(least)
+                message -= least
+                more = message - messages[outgoing]
+                messages[outgoing] = message
+                known[to] += more if other is None else more[other.of]
+        return ways, bound
+
+    def within(self, price: float, choice: Sequence[int]) -> list[np.ndarray]:
+        """The ways without those with which any choice costs more than this one, whose price it is, by what
+        the last sweep knew."""
+        most = price - self._there + _ROUNDING * (abs(price) + abs(self._there))
+        ways = []
+        for kept, excess, way in zip(self.kept, self._excess, choice, strict=True):
+            cheap = excess <= most
+            cheap[np.searchsorted(kept, way)] = True  # whatever rounding says
+            ways.append(kept[cheap])
         return ways
 
-
-def _of_ways(prices: np.ndarray, edge: _Edge) -> np.ndarray:
-    """Prices of the entries of an edge's own side, as those of the ways."""
-    return prices if edge.own is None else prices[edge.own.of]
+    def keep(self, ways: Sequence[np.ndarray]) -> None:
+        """Leaves out all others, if they are many."""
+        if sum(map(len, ways)) > FEWER * sum(map(len, self.kept)):
+            return
+        left = [np.searchsorted(kept, some) for kept, some in zip(self.kept, ways, strict=True)]
+        self.known = [known[some] for known, some in zip(self.known, left, strict=True)]
+        self.kept = [kept[some] for kept, some in zip(self.kept, left, strict=True)]
+        for number, table in enumerate(self.pairs):
+            own = [left[v] for v in table.scope]
+            for message, some, entries in zip((2 * number + 1, 2 * number), own, table.entries, strict=True):
+                used = some if entries is None else np.unique(entries[some])
+                self.messages[message] = self.messages[message][used]
+            self.pairs[number] = table.cut(own)
+        self._join()
 
 
 def _finite(prices: np.ndarray) -> np.ndarray:

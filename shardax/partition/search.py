@@ -37,7 +37,6 @@ from shardax.spmd_rules.rule import Factors
 Kind = tuple[tuple[int, ...], int, bool, bool]
 """Of a value, all on which the prices of its reshards depend but the layouts."""
 
-FIRST = 10, 14  # ways of each node that look cheapest: tried alone, where all leave a gap
 CARRIED = 16  # layouts in which a loop may give back what it carries, and that it does not take
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
 _UNREQUESTED = 1e13  # picoseconds: under strict mode, for a reshard that nobody requested
@@ -413,12 +412,7 @@ class Search:
                     else reads
                 )
                 self._reads(problem, value, some, weight, strict)
-        sites = itertools.chain(self.site_of.values(), *self.apart.values())
-        ranked = {self.variable[site] for site in sites if site in self.variable}
-        firsts = [
-            [min(n, most) if v in ranked else n for v, n in enumerate(problem.counts)] for most in FIRST
-        ]
-        solution = solve(problem, firsts=firsts)
+        solution = solve(problem)
         for site in self.sites:
             site.chosen = site.ways[solution.ways[self.variable[site]] if site in self.variable else 0]
         return Solution(solution.ways, solution.price + self.constant, solution.bound + self.constant)

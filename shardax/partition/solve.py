@@ -3,11 +3,11 @@
 To eliminate a variable is to add up the tables that it is in and to keep, for each combination of its
 neighbours' ways, the least price; that is one more table, over the neighbours. Where no table outgrows
 `LIMIT` the result is the optimum (Dechter 1999, bucket elimination). Where one would, messages
-(`messages.py`) give a lower bound and propose choices, of which the best mixture is taken. That is improved:
-as few variables as must be are held at their ways, others in each round, and all others are chosen anew,
-exactly. What is found so may be the best of many alike and still not the best: so the first ways of each
-variable, which look cheapest, are tried alone, too. The `gap` to the bound is known. Among equals the first
-way is taken.
+(`messages.py`) give a lower bound and propose choices, of which the best mixture is taken now and then: ways
+with which any choice costs more than that one are left out, and the bound rises faster among the others. Most
+programs end with no gap so. Where the bound hardly rises any more, the choice is improved: as few variables
+as must be are held at their ways, others in each round, and all others are chosen anew, exactly. The `gap` to
+the bound is known. Among equals the first way is taken.
 """
 
 import heapq
@@ -19,15 +19,18 @@ from types import MappingProxyType
 
 import numpy as np
 
-from shardax.partition.messages import proposals
+from shardax.partition.messages import Messages
 from shardax.partition.tables import Entries, Problem, Table, added, distinct, without
 
 LIMIT = 1 << 14  # entries of a table
-ROUNDS = 30  # of improvement, where a table outgrew that
-IDLE, PATIENT = 3, 6  # that many with little gain, where the gap is small, and where it is not
+NEARLY = 1e-6  # the share of the price up to which a gap is no reason to look further
+SLOW = 1e-2  # the share of the gap by which a sweep must raise the bound
+FUSED = 4  # sweeps between two times that the best mixture of the choices is found
+VISITS = 25_000  # of variables in all sweeps, if they are few
+FEW, SWEEPS = 1000, 8  # more than these are visited only so often: that takes as long as the rest of a plan
+ROUNDS = 30  # of improvement
+IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
-NEARLY = 1e-3  # the share of the price up to which a gap is no reason to look further
-SEVERAL = 2000  # variables: what is small is solved well in the time that what is large takes anyway
 FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
@@ -47,10 +50,9 @@ class Solution:
         return self.price - self.bound
 
 
-def solve(problem: Problem, limit: int = LIMIT, firsts: Sequence[Sequence[int]] = ()) -> Solution:
-    """The cheapest choice, or one with a known gap where a table outgrows `limit`. `firsts`: how many of the
-    first ways of each variable are looked at alone, in other rounds, where there is a gap: the best of these
-    choices is improved too. Problems that share no table are solved apart.
+def solve(problem: Problem, limit: int = LIMIT) -> Solution:
+    """The cheapest choice, or one with a known gap where a table outgrows `limit`. Problems that share no
+    table are solved apart.
 
     >>> problem = Problem()
     >>> a, b = problem.variable(2), problem.variable(2)
@@ -61,63 +63,61 @@ def solve(problem: Problem, limit: int = LIMIT, firsts: Sequence[Sequence[int]] 
     """
     ways, bound = [0] * len(problem.counts), 0.0
     for variables, part in problem.components():
-        found = _from_firsts(part, limit, [[counts[v] for v in variables] for counts in firsts])
-        for v, way in zip(variables, found.ways, strict=True):
+        found, least = _of_all(part, limit)
+        for v, way in zip(variables, found, strict=True):
             ways[v] = way
-        bound += found.bound
+        bound += least
     return Solution(ways, problem.price(ways), bound)
 
 
-def _from_firsts(problem: Problem, limit: int, firsts: Sequence[Sequence[int]]) -> Solution:
-    found = _of_all(problem, limit)
-    if found.gap <= NEARLY * found.price or len(problem.counts) > SEVERAL:
-        return found
-    starts = [_of_all(problem.first(counts), limit) for counts in firsts]
-    start = min(starts, key=lambda start: start.price, default=found)
-    if start.price >= found.price:
-        return found
-    improved = _of_all(problem, limit, start.ways)
-    return Solution(improved.ways, improved.price, max(found.bound, improved.bound))
-
-
-def _of_all(problem: Problem, limit: int, start: Sequence[int] | None = None) -> Solution:
-    """`start`: a choice that may be a good one."""
+def _of_all(problem: Problem, limit: int) -> tuple[list[int], float]:
+    """The ways, and a lower bound on their price."""
     fewer, parts = _contracted(problem)
     around = _Elimination(fewer, 0)
     core, rest = around.core()
-    starts = _as_parts(start, fewer, parts) if start else None
     chosen, bound = dict[int, int](), around.constant
     for variables, part in core.components():
-        begun = [starts[rest[v]] for v in variables] if starts else None
-        ways, least = _solved(part, limit, begun)
+        ways, least = _solved(part, limit)
         chosen.update(zip([rest[v] for v in variables], ways, strict=True))
         bound += least
     of_fewer = around.decode(chosen)
-    ways = [int(states[of_fewer[v]]) for v, states in parts]
-    return Solution(ways, problem.price(ways), bound)
+    return [int(states[of_fewer[v]]) for v, states in parts], bound
 
 
-def _solved(core: Problem, limit: int, start: list[int] | None) -> tuple[list[int], float]:
+def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
     """The ways, and a lower bound on the price, of a problem in which everything is connected."""
+    if not _Shapes(core, limit).run():
+        return _bounded(core, limit)
     elimination = _Elimination(core, limit)
-    if elimination.run():
-        return elimination.decode(), elimination.constant
-    alone = [np.zeros(count) for count in core.counts]
-    for table in core.tables:
-        if len(table.scope) == 1:
-            alone[table.scope[0]] = table.full()
-    pairs = [table for table in core.tables if len(table.scope) == 2]
-    choices, bound = proposals(alone, pairs)
-    choices += [start] if start else []
-    return _improved(core, _fused(core, choices, limit), bound, limit // FINER), bound
+    elimination.run()
+    return elimination.decode(), elimination.constant
 
 
-def _as_parts(ways: Sequence[int], fewer: Problem, parts: Sequence[tuple[int, np.ndarray]]) -> list[int]:
-    """A choice as one of the problem with fewer variables."""
-    possible = [np.full(count, True) for count in fewer.counts]
-    for way, (number, states) in zip(ways, parts, strict=True):
-        possible[number] &= states == way
-    return [int(each.argmax()) for each in possible]
+def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
+    """The same, where elimination takes too large tables, at least as long as all ways are there."""
+    messages, choices = Messages(core), list[list[int]]()
+    best, price = list[int](), math.inf
+    most = SWEEPS if len(core.counts) > FEW else VISITS // len(core.counts)
+    for sweep in itertools.count(1):
+        before = messages.bound
+        choices += messages.sweep()
+        slow = messages.bound - before <= SLOW * (price - messages.bound) < math.inf
+        if slow or sweep % FUSED == 0:
+            kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
+            best, _ = _among(core, kept, min(choices, key=core.price), -math.inf, limit, IDLE)
+            choices, price = [best], core.price(best)
+        if price - messages.bound <= NEARLY * price < math.inf:
+            return best, min(messages.bound, price)
+        if slow or sweep >= most:
+            left = messages.within(price, best)
+            best, exact = _among(core, left, best, messages.bound, limit // FINER)
+            better = core.price(best) < price
+            choices, price = [best], core.price(best)
+            if exact or sweep >= most or not better:
+                return best, price if exact else min(messages.bound, price)
+        if best:
+            messages.keep(messages.within(price, best))
+    raise AssertionError("sweeps end")
 
 
 def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:
@@ -245,10 +245,15 @@ class _Elimination:
 
     def eliminate(self, v: int) -> Iterable[int]:
         """Eliminates one variable; returns its neighbours."""
-        around, tables = self.near[v], self.taken(v)
+        tables = self.taken(v)
         self.buckets.append((v, tables))
         if tables:
             self.put(without(v, tables))
+        return self.joined(v)
+
+    def joined(self, v: int) -> Iterable[int]:
+        """Makes the neighbours of a variable that has gone neighbours of one another; returns them."""
+        around = self.near[v]
         for w in around:
             self.near[w] |= around
             self.near[w] -= {v, w}
@@ -287,23 +292,40 @@ class _Elimination:
         return ways
 
 
-def _fused(core: Problem, choices: Sequence[list[int]], limit: int) -> list[int]:
-    """The best choice in which each variable takes the way that it has in one of these. Few ways are left, so
-    that few variables must be held at those of the best one (after Lempitsky et al. 2010, fusion moves)."""
-    best = min(choices, key=core.price)
-    kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
-    open_ = [v for v, ways in enumerate(kept) if len(ways) > 1]
+def _among(
+    core: Problem,
+    kept: Sequence[np.ndarray],
+    ways: list[int],
+    bound: float,
+    limit: int,
+    patience: int = PATIENT,
+) -> tuple[list[int], bool]:
+    """A choice that costs no more than `ways`, of a few ways of each variable, these among them; and whether
+    no choice of those costs less. Variables with one way are none.
+    """
+    open_ = [v for v, some in enumerate(kept) if len(some) > 1]
     fewer, number = Problem([len(kept[v]) for v in open_]), {v: i for i, v in enumerate(open_)}
     for table in core.tables:
-        prices = table.only([kept[v] for v in table.scope])
-        scope = [v for v in table.scope if v in number]
-        if scope:
-            fewer.add([number[v] for v in scope], prices.reshape([len(kept[v]) for v in scope]))
-    start = [int(np.searchsorted(kept[v], best[v])) for v in open_]
-    fused = list(best)
-    for v, way in zip(open_, _improved(fewer, start, -math.inf, limit, IDLE), strict=True):
-        fused[v] = int(kept[v][way])
-    return fused
+        table = table.cut([kept[v] for v in table.scope])
+        for v in table.scope:
+            table = table if v in number else table.held(v, 0)
+        if table.scope:
+            fewer.add([number[v] for v in table.scope], table.prices, table.entries)
+        else:
+            bound -= float(table.prices)
+    start = [int(np.searchsorted(kept[v], ways[v])) for v in open_]
+    found, exact = _improved(fewer, start, bound, limit, patience)
+    best = list(ways)
+    for v, way in zip(open_, found, strict=True):
+        best[v] = int(kept[v][way])
+    return best, exact
+
+
+class _Shapes(_Elimination):
+    """An elimination without prices: whether it is possible."""
+
+    def eliminate(self, v: int) -> Iterable[int]:
+        return self.joined(v)
 
 
 @dataclass(eq=False)
@@ -323,19 +345,21 @@ class _Held:
 
 
 def _improved(
-    problem: Problem, ways: list[int], bound: float, limit: int, patience: int = PATIENT
-) -> list[int]:
-    """A choice that costs no more: none of the rounds found a better one. `patience`: how many may gain
-    little in a row, as long as the gap is not small."""
+    problem: Problem, ways: list[int], bound: float, limit: int, patience: int
+) -> tuple[list[int], bool]:
+    """A choice that costs no more, and whether none costs less: else no round found a better one.
+    `patience`: how many may gain little in a row, as long as the gap is not small."""
     held = _Held(ways, [0] * len(problem.counts))
     price, idle = problem.price(ways), 0
     for _ in range(ROUNDS):
         elimination = _Elimination(problem, limit, held)
         elimination.run()
         held.ways = elimination.decode()
+        if not any(held.times):
+            return held.ways, True
         now = problem.price(held.ways)
         idle = idle + 1 if price - now <= LITTLE * price else 0
         price = now
         if price <= bound or idle >= (IDLE if price - bound <= SMALL * price else patience):
             break
-    return held.ways
+    return held.ways, False

@@ -69,6 +69,19 @@ class Table:
             (*self.entries[:at], *self.entries[at + 1 :]),
         )
 
+    def cut(self, ways: Sequence[np.ndarray]) -> "Table":
+        """The table of some ways of each variable, with the entries that these have."""
+        prices, entries = self.prices, list(self.entries)
+        for dim, (some, own) in enumerate(zip(ways, self.entries, strict=True)):
+            if own is None:
+                used = some
+            elif len(some) < len(own):
+                used, entries[dim] = _used(own[some])
+            else:
+                continue
+            prices = prices if len(used) == prices.shape[dim] else prices.take(used, axis=dim)
+        return Table(self.scope, prices, tuple(entries))
+
     def full(self) -> np.ndarray:
         """The prices of all ways."""
         return self.only([None] * len(self.scope))
@@ -101,14 +114,6 @@ class Problem:
         if len(scope) == 2 and scope[0] == scope[1]:
             scope, prices, entries = scope[:1], Table((0, 1), prices, tuple(entries)).full().diagonal(), ()
         self.tables.append(Table(tuple(scope), intern(prices), tuple(entries)))
-
-    def first(self, counts: Sequence[int]) -> "Problem":
-        """The problem in which each variable has so many of its ways, the first ones."""
-        kept = [np.arange(count) for count in counts]
-        problem = Problem(list(counts))
-        for table in self.tables:
-            problem.add(table.scope, table.only([kept[v] for v in table.scope]))
-        return problem
 
     def components(self) -> list[tuple[list[int], "Problem"]]:
         """The problems that have nothing to do with one another, each with its variables: what stands side by
@@ -150,6 +155,13 @@ def distinct(entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     used, numbers = np.unique(entries, return_inverse=True)
     return used, intern(numbers)
+
+
+def _used(entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same, quicker, and the numbers are an array of their own."""
+    used = np.zeros(entries.max() + 1, bool)
+    used[entries] = True
+    return np.flatnonzero(used), (np.cumsum(used) - 1)[entries]
 
 
 def added(tables: Sequence[Table]) -> Table:
