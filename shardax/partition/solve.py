@@ -29,7 +29,7 @@ FUSED = 4  # sweeps between two times that the best mixture of the choices is fo
 VISITS = 25_000  # of variables in all sweeps, if they are few
 FEW, SWEEPS = 1000, 8  # more than these are visited only so often: that takes as long as the rest of a plan
 ROUNDS = 30  # of improvement
-IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not
+IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not; sweeps too
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
 FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
@@ -96,23 +96,23 @@ def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
 def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
     """The same, where elimination takes too large tables, at least as long as all ways are there."""
     messages, choices = Messages(core), list[list[int]]()
-    best, price = list[int](), math.inf
+    best, price, slow = list[int](), math.inf, 0
     most = SWEEPS if len(core.counts) > FEW else VISITS // len(core.counts)
     for sweep in itertools.count(1):
         before = messages.bound
         choices += messages.sweep()
-        slow = messages.bound - before <= SLOW * (price - messages.bound) < math.inf
+        slow = slow + 1 if messages.bound - before <= SLOW * (price - messages.bound) < math.inf else 0
         if slow or sweep % FUSED == 0:
             kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
             best, _ = _among(core, kept, min(choices, key=core.price), -math.inf, limit, IDLE)
             choices, price = [best], core.price(best)
         if price - messages.bound <= NEARLY * price < math.inf:
             return best, min(messages.bound, price)
-        if slow or sweep >= most:
+        if slow == PATIENT or sweep >= most:
             left = messages.within(price, best)
             best, exact = _among(core, left, best, messages.bound, limit // FINER)
             better = core.price(best) < price
-            choices, price = [best], core.price(best)
+            choices, price, slow = [best], core.price(best), 0
             if exact or sweep >= most or not better:
                 return best, price if exact else min(messages.bound, price)
         if best:
