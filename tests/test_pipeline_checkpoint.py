@@ -17,7 +17,7 @@ pytestmark = pytest.mark.quick
 M, L = 8, 4
 F32 = partial(jax.ShapeDtypeStruct, dtype="float32")
 MESH = AbstractMesh((2,), ("stage",), axis_types=(AxisType.Auto,))
-ARGS = {"stack": F32((L, M, M)), "list": [F32((M, M))] * L}, F32((16, M))
+ARGS = {"stack": F32((L, M, M)), "list": [F32((M, M))] * 2 * L}, F32((16, M))
 
 
 def layer(x, w):
@@ -43,6 +43,15 @@ def together(weights, x):
     return x
 
 
+def between_others(params, x):
+    """Stages with as much to do each would part the second of three layers."""
+    first, *weights, last = params["list"]
+    x = x @ first
+    for i in range(0, 6, 2):
+        x = jax.checkpoint(together)(weights[i : i + 2], x)
+    return ((x @ last) ** 2).mean()
+
+
 def plan(form, loss):
     how = {"mesh": MESH, "in_shardings": ({"stack": P("stage"), "list": None}, None)}
     if form == "function":
@@ -60,6 +69,7 @@ WITHIN = {
     "each of a scan": scanned(jax.checkpoint(layer)),
     "each": unrolled(jax.checkpoint(together), 1),
     "those of a stage": unrolled(jax.checkpoint(together), 2),
+    "unequal stages": between_others,
 }
 ACROSS = {
     "all of a scan": jax.checkpoint(scanned(layer)),

@@ -10,7 +10,7 @@ over layers (one that goes over rows of the parameters) each trip. A virtual sta
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +29,10 @@ from shardax.pipeline import scopes
 from shardax.validation import require
 
 CHECKPOINTS = frozenset({"checkpoint", "remat2"})
+AGAIN = CHECKPOINTS | {"optimization_barrier"}  # with which that begins, where a step is partitioned
 _MARK = "shardax.pipeline.stage:"
+_WHOLE = 1.5  # times as slow may the slowest stage be so that none begins within what is computed again: its
+# backward pass, three quarters of its time, is on one stage all the same
 _SLACK = 1.1  # of the slowest stage's time: among cuts as good, the one that sends least
 
 
@@ -88,23 +91,27 @@ def chosen(program: "Parts", stages: int, network: Network) -> list[int]:
             f"pipeline: {stages} virtual stages, but the program has {len(program.parts)} part"
             f"{'s' * (len(program.parts) != 1)} that depend on the batch; take fewer stages or chunks"
         )
-    places = allowed_places(program, stages)
     seconds = np.concatenate([[0.0], np.cumsum(program.seconds(network))])
     start = network.collective("ppermute", (), 0)  # of every send, wherever it is made
-    send = [network.collective("ppermute", (), program.crossing(place)) - start for place in places]
+
+    def slowest(places: Sequence[int]) -> float:
+        """The least time of the slowest stage: its work alone, which its weights go with."""
+        time = seconds[[0, *places, len(program.parts)]]
+        return _least(len(time), stages, lambda last: time[last] - time[:last], np.maximum)[0]
+
+    places = allowed_places(program, stages)
+    bound, apart = slowest(places), [place for place in places if place not in program.within]
+    if len(apart) >= stages - 1 and slowest(apart) <= _WHOLE * bound:
+        places, bound = apart, slowest(apart)
     ends = [0, *places, len(program.parts)]
-    time = np.array([seconds[e] for e in ends])
-    leaving = np.array([0.0, *send, 0.0]) / 1e12
-
-    def spent(last: int) -> np.ndarray:
-        """Of a stretch, by where it begins: its work alone, which its weights go with."""
-        return time[last] - time[:last]
-
-    bound = _least(len(ends), stages, spent, np.maximum)[0] * _SLACK
+    send = [network.collective("ppermute", (), program.crossing(place)) - start for place in places]
+    leaving, bound = np.array([0.0, *send, 0.0]) / 1e12, bound * _SLACK
 
     def price(last: int) -> np.ndarray:
-        balance = spent(last) ** 2 / max(bound, 1e-30)
-        return np.where(spent(last) <= bound, leaving[last] + 1e-3 * balance, np.inf)
+        """Of a stretch, by where it begins."""
+        spent = seconds[ends[last]] - seconds[ends[:last]]
+        balance = spent**2 / max(bound, 1e-30)
+        return np.where(spent <= bound, leaving[last] + 1e-3 * balance, np.inf)
 
     return [ends[i] for i in _least(len(ends), stages, price, np.add)[1]]
 
@@ -203,6 +210,11 @@ class Parts:
             if self.is_part(eqn)
             for trip in range(self.trips(number))
         ]
+
+    @property
+    def within(self) -> Set[int]:
+        """The places within what a backward pass computes again, all at once."""
+        return frozenset()
 
     def depends_on(self, eqn) -> int:
         if _jax.has_effects(eqn):

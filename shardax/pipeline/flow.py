@@ -5,7 +5,9 @@ Values have *keys*: variables of the flat jaxpr, and of a scan whose trips lie o
 stretch of its trips stacked.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ from jax.extend.core import Literal
 from shardax import _jax
 from shardax.differentiated import is_transposed
 from shardax.graph.evaluate import bound
-from shardax.pipeline.cut import BATCH, NEITHER, PARAMS, Lazily, Part, Parts, rows_of, variables
+from shardax.pipeline.cut import AGAIN, BATCH, NEITHER, PARAMS, Lazily, Part, Parts, rows_of, variables
 from shardax.pipeline.in_place import adding
 from shardax.spmd_rules.equations import is_dear, is_transposition, keeps_order
 
@@ -170,6 +172,31 @@ class Flow(Parts):
         if operand < sum(_jax.scan_counts(eqn.params)):
             return None
         return rows_of(eqn, part.start, part.stop)
+
+    def computed_again(self) -> Iterator[tuple[int, set[Any]]]:
+        """The equations with which a backward pass computes something again, and what of the parameters that
+        reads."""
+        for number in sorted(self.backward):
+            eqn = self.jaxpr.eqns[number]
+            read = {root for v in variables(eqn.invars) for root in self.roots(v)}
+            if eqn.primitive.name in AGAIN and read:
+                yield number, read
+
+    @cached_property
+    def within(self) -> Set[int]:
+        """As of a loss: those between the first and the last part that reads what only this checkpoint does.
+        The stage that runs it would have the other's weights sent to it in each step."""
+        reads: dict[Any, list[int]] = {}
+        for place, part in enumerate(self.parts):
+            for root, _ in self.pieces([part]):
+                reads.setdefault(root, []).append(place)
+        again = [read for _, read in self.computed_again()]
+        times = Counter(itertools.chain(*again))
+        found: set[int] = set()
+        for read in again:
+            own = [place for root in read if times[root] == 1 for place in reads.get(root, ())]
+            found.update(range(min(own) + 1, max(own) + 1) if own else ())
+        return found
 
     # Running them
 

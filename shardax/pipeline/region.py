@@ -19,7 +19,7 @@ from shardax.pipeline import auto, execute
 from shardax.pipeline.apart import apart
 from shardax.pipeline.assign import Assignment
 from shardax.pipeline.begins import Begin, begins
-from shardax.pipeline.cut import CHECKPOINTS, Cut, Lazily, Piece, Stage, allowed_places, chosen, variables
+from shardax.pipeline.cut import Cut, Lazily, Piece, Stage, allowed_places, chosen
 from shardax.pipeline.flow import Flow
 from shardax.pipeline.gathered import Accumulator, Gathered
 from shardax.pipeline.outside import Outside
@@ -33,7 +33,6 @@ from shardax.pipeline.traced import Traced
 
 Type = jax.ShapeDtypeStruct
 
-_AGAIN = CHECKPOINTS | {"optimization_barrier"}  # with which that begins, where a step is partitioned
 _SPANS = (
     "pipeline of {name}: the jax.checkpoint at {line} has layers of several stages, and one of these "
     "computes them all again, to which the weights of the others are sent in each step; put jax.checkpoint "
@@ -281,11 +280,9 @@ class _Run:
         """Warns of a `jax.checkpoint` that one stage computes again, with weights of others."""
         flow = self.flow
         of_stages = [set(flow.pieces(parts)) for parts in self.found.forward]
-        for number in sorted(flow.backward):
-            eqn = flow.jaxpr.eqns[number]
-            read = {(root, None) for v in variables(eqn.invars) for root in flow.roots(v)}
-            if eqn.primitive.name in _AGAIN and read and not any(map(read.issubset, of_stages)):
-                line = _jax.user_line(eqn.source_info) or "an unknown line"
+        for number, read in flow.computed_again():
+            if not any({(root, None) for root in read} <= some for some in of_stages):
+                line = _jax.user_line(flow.jaxpr.eqns[number].source_info) or "an unknown line"
                 warnings.warn(_SPANS.format(name=self.region.name, line=line), stacklevel=2)
 
     def run(self, weights: Weights, batch, rest, axis: str, told: str, dim: int) -> Made:
