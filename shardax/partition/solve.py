@@ -86,7 +86,7 @@ def _of_all(problem: Problem, limit: int) -> tuple[list[int], float]:
 
 def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
     """The ways, and a lower bound on the price, of a problem in which everything is connected."""
-    if not _Shapes(core, limit).run():
+    if not _Shapes(core.counts, core.tables, limit).run():
         return _bounded(core, limit)
     elimination = _Elimination(core, limit)
     elimination.run()
@@ -102,21 +102,23 @@ def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
         before = messages.bound
         choices += messages.sweep()
         slow = slow + 1 if messages.bound - before <= SLOW * (price - messages.bound) < math.inf else 0
-        if slow or sweep % FUSED == 0:
-            kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
-            best, _ = _among(core, kept, min(choices, key=core.price), -math.inf, limit, IDLE)
-            choices, price = [best], core.price(best)
-        if price - messages.bound <= NEARLY * price < math.inf:
+        if not slow and sweep % FUSED:
+            continue
+        kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
+        best, _ = _among(core, kept, min(choices, key=core.price), -math.inf, limit, IDLE)
+        choices, price = [best], core.price(best)
+        if price - messages.bound <= NEARLY * price:
             return best, min(messages.bound, price)
-        if slow == PATIENT or sweep >= most:
-            left = messages.within(price, best)
-            best, exact = _among(core, left, best, messages.bound, limit // FINER)
+        left = messages.within(price, best)
+        few = _Shapes(list(map(len, left)), core.tables, limit).run()
+        if few or slow == PATIENT or sweep >= most:
+            best, exact = _among(core, left, best, messages.bound, limit if few else limit // FINER)
             better = core.price(best) < price
             choices, price, slow = [best], core.price(best), 0
             if exact or sweep >= most or not better:
                 return best, price if exact else min(messages.bound, price)
-        if best:
-            messages.keep(messages.within(price, best))
+            left = messages.within(price, best)
+        messages.keep(left)
     raise AssertionError("sweeps end")
 
 
@@ -322,7 +324,17 @@ def _among(
 
 
 class _Shapes(_Elimination):
-    """An elimination without prices: whether it is possible."""
+    """An elimination of variables with so many ways, without prices: whether it is possible."""
+
+    def __init__(self, counts: list[int], tables: Iterable[Table], limit: int):
+        self.counts, self.limit, self.held = counts, limit, None
+        self.near = [set() for _ in counts]
+        for table in tables:
+            open_ = [v for v in table.scope if counts[v] > 1]
+            for v in open_:
+                self.near[v].update(open_)
+        for v, near in enumerate(self.near):
+            near.discard(v)
 
     def eliminate(self, v: int) -> Iterable[int]:
         return self.joined(v)
