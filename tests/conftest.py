@@ -6,7 +6,9 @@ sets JAX_ENABLE_CHECKS, and in tests marked `checks`. Processes that tests start
 """
 
 import contextlib
+import gc
 import os
+import pathlib
 import sys
 import warnings
 
@@ -32,6 +34,7 @@ SHARDAX = os.path.join(os.path.dirname(os.path.dirname(__file__)), "shardax", ""
 OUTSIDE = os.path.dirname(jax.__file__), warnings.__file__, __file__
 NO_DEVICES = "no_devices_in_quick_tests"
 COMPILED = "/jax/core/compile/backend_compile_duration"
+MAPPINGS = 30_000
 
 
 # What each test runs under, doctests too; a mark changes a setting.
@@ -69,7 +72,18 @@ def pytest_runtest_protocol(item):
         for mark, setting in SETTINGS.items():
             if item.get_closest_marker(mark):
                 stack.enter_context(setting())
-        return (yield)
+        result = yield
+    if item.get_closest_marker("slow") and mappings() > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+    return result
+
+
+def mappings() -> int:
+    """Of memory, in this process: each compiled program has some. Linux allows 65,530, and XLA crashes where it gets no
+    more, as after some hundreds of train steps."""
+    maps = pathlib.Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
 
 
 @pytest.fixture(autouse=True)
