@@ -136,7 +136,8 @@ def planned(tx, dealt, axes, layers=3, stage=1, chip: Any = V5P):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_most_loaded_device(axes, stage):
     """Of four sizes with three matrices each: by size three devices compute, one size after the other, or all
-    do alike. What links take counts too; were it nothing, the most loaded device would have what the loads say.
+    do alike; over two axes the products are split over the second, which makes it 1.6 times as quick. What
+    links take counts too; were it nothing, the most loaded device would have what the loads say.
     """
     devices = int(np.prod(list(axes.values())))
     each = [muon_flops(shape) for shape in FOUR.values()]
@@ -148,7 +149,7 @@ def test_most_loaded_device(axes, stage):
         return plan.estimate("v5p").flops - plain
 
     by_size, by_cost = (of_update(dealt, V5P) for dealt in (True, BY_COST))
-    assert by_cost < 0.75 * by_size and by_cost < 0.7 * sum(each)
+    assert by_cost < 0.7 * sum(each) and by_cost <= (0.8 if "y" in axes else 0.75) * by_size
     assert of_update(BY_COST, FAST) == pytest.approx(longest(loads(sizes, devices), sizes), rel=0.02)
 
 
