@@ -26,7 +26,7 @@ LIMIT = 1 << 14  # entries of a table
 NEARLY = 1e-6  # the share of the price up to which a gap is no reason to look further
 SLOW = 1e-2  # the share of the gap by which a sweep must raise the bound
 FUSED = 4  # sweeps between two times that the best mixture of the choices is found
-VISITS = 25_000  # of variables in all sweeps, if they are few
+VISITS, ENTRIES = 25_000, 600_000_000  # of variables, and of their tables, in all sweeps: a few seconds
 FEW, SWEEPS = 1000, 8  # more than these are visited only so often: that takes as long as the rest of a plan
 ROUNDS = 30  # of improvement
 IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not; sweeps too
@@ -97,7 +97,8 @@ def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
     """The same, where elimination takes too large tables, at least as long as all ways are there."""
     messages, choices = Messages(core), list[list[int]]()
     best, price, slow = list[int](), math.inf, 0
-    most = SWEEPS if len(core.counts) > FEW else VISITS // len(core.counts)
+    count, entries = len(core.counts), sum(table.prices.size for table in core.tables)
+    most = SWEEPS if count > FEW else max(SWEEPS, min(VISITS // count, ENTRIES // entries))
     for sweep in itertools.count(1):
         before = messages.bound
         choices += messages.sweep()
