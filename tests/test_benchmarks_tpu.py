@@ -396,8 +396,9 @@ def test_a_small_step_compiles_for_a_tpu(tmp_path):
     on_tpu.run("benchmarks.tpu", "tiny", "--json", str(tmp_path / "figures.json"))
     columns = json.loads((tmp_path / "figures.json").read_text())["tiny"]
     assert set(columns) == {"jax.jit", "shard_jit"}
-    # 0.70 of the bytes and 0.95 of the seconds, for 1.13 of the memory, which nothing prices yet
-    for what, most in {"GB sent in all": 0.75, "seconds": 0.97, "peak HBM, GiB": 1.15}.items():
+    # 0.716 of the bytes and 0.976 of the seconds, for 1.013 of the memory; another plan of the same price, to the
+    # picosecond, and of as many bytes has 0.966 of the seconds
+    for what, most in {"GB sent in all": 0.72, "seconds": 0.98, "peak HBM, GiB": 1.02}.items():
         assert columns["shard_jit"][what] <= most * columns["jax.jit"][what], what
     for figures in columns.values():
         assert 0 < figures["of it in use at once"] <= figures["peak HBM, GiB"]
