@@ -160,6 +160,19 @@ def test_what_cannot_be_is_never_chosen():
     assert solve(problem).ways == [0, 1]
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_what_cannot_be_is_not_proven(seed):
+    """Where half of all pairs cannot be, sweeps read off such choices too: the search goes on from these."""
+    problem, rng = random_problem(seed, 12, 4, 20), np.random.default_rng(seed)
+    possible = [int(rng.integers(count)) for count in problem.counts]
+    for table in problem.tables[len(problem.counts) :]:
+        table.prices = table.prices.copy()
+        taken = table.prices[tuple(possible[v] for v in table.scope)]
+        table.prices[rng.random(table.prices.shape) < 0.5] = np.inf
+        table.prices[tuple(possible[v] for v in table.scope)] = taken
+    assert solve(problem, 1 << 30).price <= solve(problem, 4).price < np.inf
+
+
 def test_messages_find_the_optimum_of_a_chain():
     rng = np.random.default_rng(0)
     problem = Problem()

@@ -5,9 +5,9 @@ Each variable sends each neighbour what its ways would cost, as far as it knows.
 order and back again; each shares out the messages that came in evenly among the neighbours that come after
 it. After some sweeps the messages agree. In each sweep a choice is read off: each variable takes the cheapest
 way, given the ways of those before it. What a variable or a message costs at least is counted apart, once:
-the sum is a lower bound on the price of any choice, and grows from sweep to sweep. What one of its ways costs
-more than the cheapest is what it adds to that bound: of the ways that cost too much the messages are rid, and
-grow faster (fixing by reduced costs).
+the sum is a lower bound on the price of any choice, and grows from sweep to sweep. What a way
+costs more than the cheapest of its variable, it adds to that bound: ways with which any choice costs too much
+can be left out, and the bound grows faster among the others (fixing by reduced costs).
 """
 
 from collections.abc import Sequence

@@ -108,7 +108,7 @@ def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
         kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
         best, _ = _among(core, kept, min(choices, key=core.price), -math.inf, limit, IDLE)
         choices, price = [best], core.price(best)
-        if price - messages.bound <= NEARLY * price:
+        if price - messages.bound <= NEARLY * price < math.inf:
             return best, min(messages.bound, price)
         left = messages.within(price, best)
         few = _Shapes(list(map(len, left)), core.tables, limit).run()
