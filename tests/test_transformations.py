@@ -15,6 +15,7 @@ def test_product(outer, inner):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:custom_lin .* runs replicated")  # before JAX refuses it
 @pytest.mark.parametrize("inner", TRANSFORMS)
 @pytest.mark.parametrize("outer", TRANSFORMS)
 def test_product_compiled(outer, inner):

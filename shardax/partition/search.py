@@ -39,7 +39,7 @@ Kind = tuple[tuple[int, ...], int, bool, bool]
 
 CARRIED = 16  # layouts in which a loop may give back what it carries, and that it does not take
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
-_UNREQUESTED = 1e13  # picoseconds: under strict mode, for a reshard that nobody requested
+_UNREQUESTED = 1e13  # picoseconds, at least: under strict mode, for a reshard that nobody requested
 _COLLECTIVE_OF = {
     "all_gather": "all_gather",
     "all_to_all": "all_to_all",
@@ -112,6 +112,7 @@ class Search:
         self.prices: dict[Kind, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
         self.interned: dict[Layouts, Layouts] = {}
+        self.unrequested = _UNREQUESTED
 
     # Laying out
 
@@ -330,7 +331,7 @@ class Search:
         price = self.sent(value, source, target)
         if strict and price:
             path = paths.plan(source, target, value.shape, value.itemsize, self.sizes)
-            price += _UNREQUESTED if any(step.kind in self.avoided for step in path.steps) else 0.0
+            price += self.unrequested if any(step.kind in self.avoided for step in path.steps) else 0.0
         if price and value in self.anywhere:
             made = self.alternatives.traffic_price(self.nbytes(value, replicated_layout(value.shape)))
             price = min(price, made + self.sent(value, replicated_layout(value.shape), target))
@@ -356,6 +357,8 @@ class Search:
         """Chooses a way for each site. Prices of reshards over many axes take long to find, so they are lower
         bounds at first: what is chosen is cheapest where those that it takes are exact.
         """
+        if self.avoided:
+            self.unrequested = max(_UNREQUESTED, self._most_saved())
         solution = self._solved()
         while not self.all_exact and self._rises():
             solution = self._solved()
@@ -363,6 +366,13 @@ class Search:
             self.all_exact = True
             self.prices.clear()
         return solution
+
+    def _most_saved(self) -> float:
+        """More than all sites together save by running the cheapest way instead of the dearest, for whatever
+        happens least often: no reshard that nobody requested pays for itself, however slow the chip."""
+        prices = (([way.price for way in site.ways], site.runs * site.times) for site in self.sites)
+        saved = sum((max(each) - min(each)) * weight for each, weight in prices)
+        return 2 * saved / min(filter(None, self.scope.values()), default=1.0)
 
     def _rises(self) -> bool:
         """Finds the prices of the reshards that were chosen, and whether some are more than was known."""
