@@ -15,7 +15,7 @@ from jax import lax
 from shardax.cost.network import network_of
 from shardax.reshard.halo import bring, by_device, slice_by_device
 from shardax.reshard.paths import Path
-from shardax.reshard.steps import next_blocks, pairs, swap_of
+from shardax.reshard.steps import Swap, next_blocks, pairs, swap_of
 from shardax.sharding import Axes, AxisSizes, in_mesh_order, shard_count
 
 
@@ -68,15 +68,29 @@ def _run_swap(x, step, shape, sizes):
     swap = swap_of(step.source, step.layout, step.dim, step.to, step.axes, network_of(sizes))
     place = axis_position(swap.axes, sizes)
     rows = [x.shape[d] // cut for d, cut in zip(swap.dims, swap.cuts, strict=True)]
-    whole = lax.full(step.layout.local_shape(sizes), 0, x.dtype)
-    for permuted, sent, put in swap.rounds:
-        piece, starts = x, [np.int32(0)] * x.ndim
-        for dim, n, which, at in zip(swap.dims, rows, sent, put, strict=True):
+    pieces = []
+    for permuted, sent, _ in swap.rounds:
+        piece = x
+        for dim, n, which in zip(swap.dims, rows, sent, strict=True):
             if n != x.shape[dim]:
                 piece = slice_by_device(piece, [n * i for i in which], n, dim, place)
-            if n != whole.shape[dim]:
-                starts[dim] = by_device([n * i for i in at], place)
-        piece = _permuted(piece, swap.axes, permuted, sizes)
+        pieces.append(_permuted(piece, swap.axes, permuted, sizes))
+    return _put_together(pieces, swap, step.layout.local_shape(sizes), place)
+
+
+def _put_together(pieces, swap: Swap, shape: tuple[int, ...], place):
+    """The shard of this shape made of the pieces that came in the rounds. Two are chosen between for each
+    half, which compilers make part of what reads it; more are written over one another."""
+    cut = [(k, dim) for k, dim in enumerate(swap.dims) if pieces[0].shape[dim] != shape[dim]]
+    if len(pieces) == 2:
+        ((k, dim),) = cut
+        is_later = lax.ne(by_device(swap.rounds[0].put[k], place), np.int32(0))
+        return lax.concatenate([lax.select(is_later, *pieces[::-1]), lax.select(is_later, *pieces)], dim)
+    whole = lax.full(shape, 0, pieces[0].dtype)
+    for piece, (_, _, put) in zip(pieces, swap.rounds, strict=True):
+        starts: list[Any] = [np.int32(0)] * len(shape)
+        for k, dim in cut:
+            starts[dim] = by_device([piece.shape[dim] * i for i in put[k]], place)
         whole = lax.dynamic_update_slice_p.bind(whole, piece, *starts)
     return whole
 
