@@ -10,7 +10,7 @@ from scipy.sparse import lil_array
 from shardax.partition import solve as solver
 from shardax.partition import tables
 from shardax.partition.messages import Messages
-from shardax.partition.solve import solve
+from shardax.partition.solve import Solution, solve
 from shardax.partition.tables import Problem, Table
 
 pytestmark = [pytest.mark.quick, pytest.mark.once]
@@ -171,6 +171,18 @@ def test_what_cannot_be_is_not_proven(seed):
         table.prices[rng.random(table.prices.shape) < 0.5] = np.inf
         table.prices[tuple(possible[v] for v in table.scope)] = taken
     assert solve(problem, 1 << 30).price <= solve(problem, 4).price < np.inf
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_unit_of_prices_does_not_matter(seed):
+    """Of a chip on which a product takes centuries the same is chosen, also where some pairs cannot be."""
+    problem, rng = random_problem(seed, 12, 4, 20), np.random.default_rng(seed)
+    for table in problem.tables[len(problem.counts) :]:
+        table.prices = np.where(rng.random(table.prices.shape) < 0.2, np.inf, table.prices)
+    found = solve(problem, 4)
+    for table in problem.tables:
+        table.prices = table.prices * 2.0**60
+    assert solve(problem, 4) == Solution(found.ways, found.price * 2.0**60, found.bound * 2.0**60)
 
 
 def test_messages_find_the_optimum_of_a_chain():

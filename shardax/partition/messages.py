@@ -17,7 +17,6 @@ import numpy as np
 
 from shardax.partition.tables import Problem
 
-_NEVER = 1e17  # picoseconds, instead of infinity: messages are subtracted
 _ROUNDING = 1e-9  # messages are no whole numbers
 FEWER = 0.8  # of the ways, or the others stay too: to leave them out takes as long as two sweeps
 
@@ -67,10 +66,14 @@ class Messages:
     """
 
     def __init__(self, problem: Problem):
+        distinct = {id(table.prices): table.prices for table in problem.tables}
+        dearest = {number: _dearest(prices) for number, prices in distinct.items()}
+        # stands for infinity, since messages are subtracted: more than any choice that can be
+        self._never = 2 * sum([dearest[id(table.prices)] for table in problem.tables]) or 1.0
         self.known = [np.zeros(count) for count in problem.counts]
         for table in problem.tables:
             if len(table.scope) == 1:
-                self.known[table.scope[0]] += np.minimum(table.full(), _NEVER)
+                self.known[table.scope[0]] += np.minimum(table.full(), self._never)
         self.pairs = [table for table in problem.tables if len(table.scope) == 2]
         self.messages = [np.zeros(n) for table in self.pairs for n in reversed(table.prices.shape)]
         self.kept = [np.arange(count) for count in problem.counts]
@@ -84,7 +87,7 @@ class Messages:
         self._before: list[list[_Edge]] = [[] for _ in self.known]
         self._after: list[list[_Edge]] = [[] for _ in self.known]
         distinct = {id(table.prices): table.prices for table in self.pairs}  # many are one array
-        finite = {number: _finite(prices) for number, prices in distinct.items()}
+        finite = {number: _finite(prices, self._never) for number, prices in distinct.items()}
         some = {id(of): of for table in self.pairs for of in table.entries if of is not None}
         known = {number: _Groups(entries) for number, entries in some.items()}
         for number, table in enumerate(self.pairs):
@@ -156,6 +159,11 @@ class Messages:
         self._join()
 
 
-def _finite(prices: np.ndarray) -> np.ndarray:
+def _dearest(prices: np.ndarray) -> float:
+    """Of the prices that are finite."""
+    return float(np.max(prices, where=np.isfinite(prices), initial=0.0))
+
+
+def _finite(prices: np.ndarray, never: float) -> np.ndarray:
     """The same without infinities, in memory along its longer dim, which is quickest to go through."""
-    return np.minimum(prices, _NEVER, order="C" if prices.shape[1] >= prices.shape[0] else "F")
+    return np.minimum(prices, never, order="C" if prices.shape[1] >= prices.shape[0] else "F")
