@@ -231,6 +231,19 @@ def test_no_product_is_split_otherwise_than_by_rows(hidden):
 
 
 @pytest.mark.quick
+def test_no_gradient_of_rows_is_gathered_to_spare_a_sum():
+    """However large the table whose gradient is summed, and small the rows that were looked up."""
+
+    def loss(params, tokens_B):
+        table_VM, w_MM = params
+        return (jnp.tanh(table_VM[tokens_B] @ w_MM) ** 2).mean()
+
+    grad = sx.pipeline.value_and_grad(loss, microbatches=7, batch_argnames="tokens_B")
+    tokens_B = jax.ShapeDtypeStruct((24,), "int32")
+    assert sx.shard_jit(grad, mesh=ABSTRACT).plan([F32(10**8, 8), F32(8, 8)], tokens_B).collectives
+
+
+@pytest.mark.quick
 def test_a_loss_that_is_no_sum_needs_microbatches_of_one_size():
     """Batch norm, say; the line is told, and the way out."""
 

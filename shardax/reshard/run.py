@@ -2,7 +2,7 @@
 `reshard.plan`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -68,28 +68,35 @@ def _run_swap(x, step, shape, sizes):
     swap = swap_of(step.source, step.layout, step.dim, step.to, step.axes, network_of(sizes))
     place = axis_position(swap.axes, sizes)
     rows = [x.shape[d] // cut for d, cut in zip(swap.dims, swap.cuts, strict=True)]
-    pieces = []
-    for permuted, sent, _ in swap.rounds:
-        piece = x
-        for dim, n, which in zip(swap.dims, rows, sent, strict=True):
-            if n != x.shape[dim]:
-                piece = slice_by_device(piece, [n * i for i in which], n, dim, place)
-        pieces.append(_permuted(piece, swap.axes, permuted, sizes))
-    return _put_together(pieces, swap, step.layout.local_shape(sizes), place)
+
+    def pieces() -> Iterator[Any]:
+        for permuted, sent, _ in swap.rounds:
+            piece = x
+            for dim, n, which in zip(swap.dims, rows, sent, strict=True):
+                if n != x.shape[dim]:
+                    piece = slice_by_device(piece, [n * i for i in which], n, dim, place)
+            yield _permuted(piece, swap.axes, permuted, sizes)
+
+    whole = step.layout.local_shape(sizes)
+    cut = {dim: k for k, dim in enumerate(swap.dims) if x.shape[dim] // swap.cuts[k] != whole[dim]}
+    return _put_together(pieces(), swap, cut, whole, place)
 
 
-def _put_together(pieces, swap: Swap, shape: tuple[int, ...], place):
-    """The shard of this shape made of the pieces that came in the rounds. Two are chosen between for each
-    half, which compilers make part of what reads it; more are written over one another."""
-    cut = [(k, dim) for k, dim in enumerate(swap.dims) if pieces[0].shape[dim] != shape[dim]]
-    if len(pieces) == 2:
-        ((k, dim),) = cut
+def _put_together(pieces: Iterator[Any], swap: Swap, cut: Mapping[int, int], shape: tuple[int, ...], place):
+    """The shard of this shape made of the pieces that come in the rounds; `cut`: the dims of which one is a
+    part, and their places in the swap. Two are chosen between for each half, which compilers make part of
+    what reads it; more are written into zeros, one after the other.
+    """
+    if len(swap.rounds) == 2:
+        ((dim, k),), (first, second) = cut.items(), pieces
         is_later = lax.ne(by_device(swap.rounds[0].put[k], place), np.int32(0))
-        return lax.concatenate([lax.select(is_later, *pieces[::-1]), lax.select(is_later, *pieces)], dim)
-    whole = lax.full(shape, 0, pieces[0].dtype)
+        halves = [lax.select(is_later, second, first), lax.select(is_later, first, second)]
+        return lax.concatenate(halves, dim)
+    whole = None
     for piece, (_, _, put) in zip(pieces, swap.rounds, strict=True):
+        whole = lax.full(shape, 0, piece.dtype) if whole is None else whole
         starts: list[Any] = [np.int32(0)] * len(shape)
-        for k, dim in cut:
+        for dim, k in cut.items():
             starts[dim] = by_device([piece.shape[dim] * i for i in put[k]], place)
         whole = lax.dynamic_update_slice_p.bind(whole, piece, *starts)
     return whole
