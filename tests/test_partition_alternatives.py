@@ -14,7 +14,18 @@ import shardax as sx
 from shardax.completion.complete import complete
 from shardax.cost.network import PICO, Network
 from shardax.partition import alternatives
-from shardax.partition.alternatives import ENOUGH, FEWEST, MOST, Alternatives, lengths, stored, views
+from shardax.partition.alternatives import (
+    ENOUGH,
+    FEWEST,
+    MOST,
+    Alternatives,
+    Offered,
+    lengths,
+    stored,
+    varied,
+    views,
+)
+from shardax.partition.sites import Way
 from shardax.sharding import from_spec, replicated_layout
 from shardax.spmd_rules.registry import RULES
 from tests.choices import SIZES, laid_out, layout
@@ -119,6 +130,20 @@ def test_those_that_are_left_out_stand_last(name, specs, monkeypatch):
     assert layouts_of(some[:2]) == layouts_of(every[:2]) and len(every) < 1000
     assert set(map(sort_of, some)) == set(map(sort_of, every))
     assert len(some) <= 8 if is_joined else layouts_of(some) == layouts_of(shortened(every, 2, sort_of))
+
+
+@pytest.mark.parametrize(
+    "results, most, kept",
+    [("aaabca", 4, [0, 1, 3, 4]), ("aaabca", 5, [0, 1, 2, 3, 4]), ("aaaa", 3, [0, 1, 2]), ("ab", 6, [0, 1])],
+)
+def test_ways_with_the_same_results_make_room_for_others(results, most, kept):
+    """In a list, which stays in order: the third one with results a is behind the first with b and c."""
+    specs = {"a": P("x"), "b": P(None, "x"), "c": P()}
+    ways = [Way((), (layout(specs[name], (8, 8)),)) for name in results]
+    ranked = [Offered(way, float(i), (False, False, ())) for i, way in enumerate(ways)]
+    first, others = varied(ranked, most)
+    assert [each.price for each in first] == kept
+    assert sorted(each.price for each in (*first, *others)) == list(range(len(results)))
 
 
 @pytest.mark.parametrize("most", [1, 2])

@@ -255,6 +255,30 @@ def test_messages_go_on_among_the_ways_that_are_left(seed):
         assert before * (1 - 1e-6) <= messages.bound <= optimum.price
 
 
+def test_the_cheapest_of_the_ways_near_the_bound():
+    """It costs no more than what is known; nothing costs less than the bound; where both are one it is the
+    optimum, as it often is."""
+    proven = 0
+    for seed in range(20):
+        problem = random_problem(seed, 9, 5, 18)
+        messages, optimum = Messages(problem), solve(problem)
+        best = solve(problem, limit=1).ways
+        for _ in range(6):
+            messages.sweep()
+        for halvings in (0, 4, 12):
+            found, least = solver.cheapest_within(problem, messages, best, halvings, limit=16)
+            assert least <= optimum.price <= problem.price(found) <= problem.price(best)
+        proven += least == problem.price(found)
+    assert proven >= 15
+
+
+@pytest.mark.parametrize("seed", [22, 26, 50])
+def test_what_sweeps_do_not_propose_is_found_near_the_bound(seed):
+    """Choices that are read off, mixed and improved miss the optimum of these."""
+    problem = random_problem(seed, 40, 8, 70)
+    assert solve(problem, limit=8).price == solve(problem, limit=1 << 26).price
+
+
 def repeating(problem: Problem, seed: int) -> tuple[Problem, Problem]:
     """The problem with several ways of a variable for each of its, which cost as much in most tables; and the
     same, each table written out."""

@@ -3,12 +3,15 @@ its operands may be made, and those requested for its results, suggest.
 
 Nodes that are alike in everything that matters share one list. A list has at most `MOST` ways, in large
 programs fewer (`lengths`): those that look cheapest where they stand, with what it takes to make the operands
-so, from the beginning of the program on, a value's price shared by its readers. And the best of each further
-sort (`Offered.sort`): what is gathered for others anyway looks dear there, and the more axes there are, the
-more ways stand before it. Whatever is left out is left out for all searches of that program alike.
+so, from the beginning of the program on, a value's price shared by its readers; but of those that make the
+results alike only `ALIKE`, as long as there are others, since readers know them by their results. And the
+best of each further sort (`Offered.sort`): what is gathered for others anyway looks dear there, and the more
+axes there are, the more ways stand before it. Whatever is left out is left out for all searches of that
+program alike.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +47,7 @@ from shardax.spmd_rules.rule import Factors
 
 MOST, FEWEST = 32, 16  # ways of a node: in small programs, and in large ones
 ENOUGH = 9600  # ways of all nodes of a program
+ALIKE = 2  # ways with the same results, before others
 _SMALL = 64  # what is small costs so many times less
 _MASKED = 1.0  # picoseconds of a constant that but one device adds: none of equals has it
 _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is computed in parts
@@ -232,10 +236,9 @@ class Alternatives:
         offered = self.offers[key]
         if len(offered) < 2:
             return offered
-        ranked = sorted(offered, key=partial(_looks, around.taken))
-        kept = ranked[: self.most[around.node]]
+        kept, others = varied(sorted(offered, key=partial(_looks, around.taken)), self.most[around.node])
         sorts = {each.sort for each in kept}
-        for each in ranked[len(kept) :]:
+        for each in others:
             if each.sort not in sorts:
                 sorts.add(each.sort)
                 kept.append(each)
@@ -438,6 +441,16 @@ def _looks(taken: Taking, offered: Offered) -> tuple[float, float]:
     """About what a way costs where it stands, and what of it brings its operands: only to rank ways."""
     brought = sum([taken(i, layout) for i, layout in enumerate(offered.way.operands)])
     return offered.price + brought, brought
+
+
+def varied(ranked: Sequence[Offered], most: int) -> tuple[list[Offered], list[Offered]]:
+    """The first `most` in their order, and all others: of those with the same results `ALIKE` come first."""
+    times, late = Counter[tuple[Layout, ...]](), list[bool]()
+    for each in ranked:
+        late.append(times[each.way.results] >= ALIKE)
+        times[each.way.results] += 1
+    kept = set(sorted(range(len(ranked)), key=late.__getitem__)[:most])
+    return [x for i, x in enumerate(ranked) if i in kept], [x for i, x in enumerate(ranked) if i not in kept]
 
 
 def _keeps(layout: Layout, joined: Sequence[Axes]) -> bool:

@@ -31,6 +31,7 @@ FEW, SWEEPS = 1000, 8  # more than these are visited only so often: that takes a
 ROUNDS = 30  # of improvement
 IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not; sweeps too
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
+HALVINGS = 12  # of the gap, within which fewer ways remain
 FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
 
 
@@ -96,31 +97,49 @@ def _solved(core: Problem, limit: int) -> tuple[list[int], float]:
 def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
     """The same, where elimination takes too large tables, at least as long as all ways are there."""
     messages, choices = Messages(core), list[list[int]]()
-    best, price, slow = list[int](), math.inf, 0
+    price, bound, slow = math.inf, -math.inf, 0
     count, entries = len(core.counts), sum(table.prices.size for table in core.tables)
     most = SWEEPS if count > FEW else max(SWEEPS, min(VISITS // count, ENTRIES // entries))
     for sweep in itertools.count(1):
         before = messages.bound
         choices += messages.sweep()
+        bound = max(bound, messages.bound)
         slow = slow + 1 if messages.bound - before <= SLOW * (price - messages.bound) < math.inf else 0
         if not slow and sweep % FUSED:
             continue
         kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
         best, _ = _among(core, kept, min(choices, key=core.price), -math.inf, limit, IDLE)
-        choices, price = [best], core.price(best)
-        if price - messages.bound <= NEARLY * price < math.inf:
-            return best, min(messages.bound, price)
-        left = messages.within(price, best)
-        few = _Shapes(list(map(len, left)), core.tables, limit).run()
-        if few or slow == PATIENT or sweep >= most:
-            best, exact = _among(core, left, best, messages.bound, limit if few else limit // FINER)
-            better = core.price(best) < price
-            choices, price, slow = [best], core.price(best), 0
-            if exact or sweep >= most or not better:
-                return best, price if exact else min(messages.bound, price)
+        stuck = slow == PATIENT or sweep >= most
+        best, least = cheapest_within(core, messages, best, HALVINGS if stuck else 0, limit)
+        before, price, bound = price, core.price(best), max(bound, least)
+        if price - bound <= NEARLY * price < math.inf:
+            return best, min(bound, price)
+        if stuck:
             left = messages.within(price, best)
-        messages.keep(left)
+            best, exact = _among(core, left, best, bound, limit // FINER)
+            price, slow = core.price(best), 0
+            if exact or sweep >= most or price >= before:
+                return best, price if exact else min(bound, price)
+        choices = [best]
+        messages.keep(messages.within(price, best))
     raise AssertionError("sweeps end")
+
+
+def cheapest_within(
+    core: Problem, messages: Messages, best: list[int], halvings: int, limit: int
+) -> tuple[list[int], float]:
+    """The cheapest choice of those ways with which one may cost less than a price, which lies as far above
+    the bound as `best` costs, or half as far, and so on: the highest for which they are few enough to be
+    eliminated. And a lower bound: whatever has another way costs more than that price.
+    """
+    price = core.price(best)
+    for halved in range(halvings + 1):
+        most = messages.bound + (price - messages.bound) / 2**halved
+        ways = messages.within(most, best)
+        if _Shapes(list(map(len, ways)), core.tables, limit).run():
+            found, _ = _among(core, ways, best, -math.inf, limit)
+            return found, min(most, core.price(found))
+    return best, messages.bound
 
 
 def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:

@@ -553,7 +553,7 @@ class _Reach:
         return done[goal]
 
 
-_reach = lru_cache(maxsize=1 << 12)(_Reach)
+_reach = lru_cache(maxsize=1 << 13)(_Reach)
 
 
 def _shortest(
