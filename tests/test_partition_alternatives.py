@@ -58,12 +58,12 @@ def layouts_of(ways):
 
 
 def sorts_of(search, node):
-    """Of a way: whether it splits nothing, takes its operands as requested, and what these owe."""
+    """Of a way: whether it splits nothing, takes its operands as requested, and what these and its results owe."""
     requested = [{lay.sharding for lay in search.requests(v, frozenset())} for v in node.inputs]
 
     def sort_of(way):
         asked = all(lay.sharding in each for lay, each in zip(way.operands, requested, strict=True))
-        return not way.detail[0], asked, tuple(lay.pending for lay in way.operands)
+        return not way.detail[0], asked, tuple(lay.pending for lay in (*way.operands, *way.results))
 
     return sort_of
 
@@ -134,10 +134,15 @@ def test_those_that_are_left_out_stand_last(name, specs, monkeypatch):
 
 @pytest.mark.parametrize(
     "results, most, kept",
-    [("aaabca", 4, [0, 1, 3, 4]), ("aaabca", 5, [0, 1, 2, 3, 4]), ("aaaa", 3, [0, 1, 2]), ("ab", 6, [0, 1])],
+    [
+        ("aaaabca", 5, [0, 1, 2, 4, 5]),
+        ("aaaabca", 6, [0, 1, 2, 3, 4, 5]),
+        ("aaaaa", 4, [0, 1, 2, 3]),
+        ("ab", 6, [0, 1]),
+    ],
 )
 def test_ways_with_the_same_results_make_room_for_others(results, most, kept):
-    """In a list, which stays in order: the third one with results a is behind the first with b and c."""
+    """In a list, which stays in order: the fourth one with results a is behind the first with b and c."""
     specs = {"a": P("x"), "b": P(None, "x"), "c": P()}
     ways = [Way((), (layout(specs[name], (8, 8)),)) for name in results]
     ranked = [Offered(way, float(i), (False, False, ())) for i, way in enumerate(ways)]
@@ -158,7 +163,7 @@ def test_what_settles_sums_and_what_lets_them_wait_are_in_every_list(most, monke
     owed = [way.results[0].pending_axes for way in product]
     assert owed[:most] == [("x",)] * most and () in owed[most:]
     assert [sorts_of(search, nodes[0])(way)[1] for way in product].count(True) >= 1
-    sorts = {(whole, (owed,)) for whole in (False, True) for owed in ((), (("x", "sum"),))}
+    sorts = {(whole, (owed, owed)) for whole in (False, True) for owed in ((), (("x", "sum"),))}
     found = {(whole, owed) for whole, _, owed in map(sorts_of(search, nodes[1]), negated)}
     assert found == sorts and len(negated) <= most + 5
 

@@ -47,7 +47,7 @@ from shardax.spmd_rules.rule import Factors
 
 MOST, FEWEST = 32, 16  # ways of a node: in small programs, and in large ones
 ENOUGH = 9600  # ways of all nodes of a program
-ALIKE = 2  # ways with the same results, before others
+ALIKE = 3  # ways with the same results, before others
 _SMALL = 64  # what is small costs so many times less
 _MASKED = 1.0  # picoseconds of a constant that but one device adds: none of equals has it
 _FUSED = 2.0**-10  # of what stands in no memory: enough that among equals it is computed in parts
@@ -72,7 +72,8 @@ class Around(NamedTuple):
 
 class Offered(NamedTuple):
     """A way, and about what it costs with its results brought to where they are requested. `sort`: whether it
-    splits nothing, whether its operands are as completion requests them, and which sums it lets wait.
+    splits nothing, whether its operands are as completion requests them, and which sums these and its results
+    owe.
     """
 
     way: Way
@@ -252,7 +253,8 @@ class Alternatives:
         def offered(way: Way) -> Offered:
             price = way.price + sum([given(i, layout) for i, layout in enumerate(way.results)])
             asked = all([x.sharding in each for x, each in zip(way.operands, requested, strict=True)])
-            return Offered(way, price, (not way.detail[0], asked, tuple([x.pending for x in way.operands])))
+            owed = tuple([x.pending for x in (*way.operands, *way.results)])
+            return Offered(way, price, (not way.detail[0], asked, owed))
 
         return list(map(offered, self.priced(around, self.candidates(around, offer))))
 
@@ -445,6 +447,8 @@ def _looks(taken: Taking, offered: Offered) -> tuple[float, float]:
 
 def varied(ranked: Sequence[Offered], most: int) -> tuple[list[Offered], list[Offered]]:
     """The first `most` in their order, and all others: of those with the same results `ALIKE` come first."""
+    if len(ranked) <= most:
+        return list(ranked), []
     times, late = Counter[tuple[Layout, ...]](), list[bool]()
     for each in ranked:
         late.append(times[each.way.results] >= ALIKE)
