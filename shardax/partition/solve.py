@@ -27,7 +27,7 @@ NEARLY = 1e-6  # the share of the price up to which a gap is no reason to look f
 SLOW = 1e-2  # the share of the gap by which a sweep must raise the bound
 FUSED = 4  # sweeps between two times that the best mixture of the choices is found
 VISITS, ENTRIES = 25_000, 600_000_000  # of variables, and of their tables, in all sweeps: a few seconds
-FEW, SWEEPS = 1000, 6  # more than these are visited only so often: that takes as long as the rest of a plan
+FEW, SWEEPS = 1000, 8  # more than these are visited only so often: that takes as long as the rest of a plan
 ROUNDS = 30  # of improvement
 IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not; sweeps too
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
@@ -100,26 +100,27 @@ def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
     price, bound, slow = math.inf, -math.inf, 0
     count, entries = len(core.counts), sum(table.prices.size for table in core.tables)
     most = SWEEPS if count > FEW else max(SWEEPS, min(VISITS // count, ENTRIES // entries))
+    fused = SWEEPS if count > FEW else FUSED  # so few sweeps do not repay leaving ways out between them
     for sweep in itertools.count(1):
         before = messages.bound
         choices += messages.sweep()
         bound = max(bound, messages.bound)
         slow = slow + 1 if messages.bound - before <= SLOW * (price - messages.bound) < math.inf else 0
-        if not slow and sweep % FUSED:
+        if not slow and sweep % fused:
             continue
         kept = [np.unique(ways) for ways in zip(*choices, strict=True)]
         best, _ = _among(core, kept, min(choices, key=core.price), -math.inf, limit, IDLE)
         stuck = slow == PATIENT or sweep >= most
         halvings = HALVINGS if stuck and count <= FEW else 0  # after few sweeps the bound is too low for that
         best, least = cheapest_within(core, messages, best, halvings, limit)
-        before, price, bound = price, core.price(best), max(bound, least)
+        known, price, bound = price, core.price(best), max(bound, least)
         if price - bound <= NEARLY * price < math.inf:
             return best, min(bound, price)
         if stuck:
             left = messages.within(price, best)
             best, exact = _among(core, left, best, bound, limit // FINER)
             price, slow = core.price(best), 0
-            if exact or sweep >= most or price >= before:
+            if exact or sweep >= most or price >= known:
                 return best, price if exact else min(bound, price)
         choices = [best]
         messages.keep(messages.within(price, best))
