@@ -19,7 +19,7 @@ import shardax as sx
 from shardax.cost import chips
 from shardax.cost.chips import NOMINAL
 from shardax.cost.network import PICO, Network
-from shardax.reshard import paths, run, steps
+from shardax.reshard import paths, reach, run, steps
 from shardax.reshard.halo import exchange_of
 from shardax.sharding import Layout, Padding, Sharding, from_spec, minor_most, round_up, shard_count
 
@@ -699,7 +699,7 @@ def test_what_a_reshard_costs_does_not_depend_on_which_of_alike_axes_are_where(s
             )
             prices.add(paths.price(first, last, shape, 4, network))
             prices.add(paths.plan(first, last, shape, 4, network).price)
-            searched.add(paths._reach.cache_info().misses)
+            searched.add(reach._from.cache_info().misses)
         assert len(prices) == 1
         assert len(searched) <= 2, "paths of axes that cost alike are looked for again"
 
@@ -719,10 +719,10 @@ def test_prices_stay_what_they_are_when_spaces_are_forgotten():
     ends = [Padding(network).layout(from_spec(spec, 2), shape) for spec in specs]
     pairs = list(itertools.permutations(ends, 2))
     wanted = [paths.price(*pair, shape, 2, network) for pair in pairs]
-    for forget in (paths._space, paths._part, paths._scale, paths._price, paths._reach):
+    for forget in (paths._space, paths._scale, paths._price, reach._from, reach._grid, reach.skeleton):
         forget.cache_clear()
     again = [paths.price(*pair, shape, 8, network) for pair in reversed(pairs)]
-    for forget in (paths._frame, paths._frame_of, paths._space, paths._part, paths._scale, paths._price):
+    for forget in (paths._frame, paths._frame_of, paths._space, paths._scale, paths._price):
         forget.cache_clear()
     assert again == [paths.price(*pair, shape, 8, network) for pair in reversed(pairs)]
     assert wanted == [paths.price(*pair, shape, 2, network) for pair in pairs]
@@ -749,14 +749,14 @@ def test_values_that_share_a_space_pay_what_they_would_alone(shape, itemsize, di
     shared = frame.value(False, itemsize, fixed, owing)
     counts = steps.Counts(network)
     alone = steps.Space(shape, itemsize, network, axes, dims, paddings, fixed, owing, minor, counts)
-    part, prices = shared.scale.part, steps.Scale(steps.Part(alone, ()), 1, 1, (1, 1))
-    assert part.space.shape != shape
+    space, prices = shared.scale.space, steps.Scale(alone, 1, 1, (1, 1))
+    assert space.shape != shape
     for pending in ((), owing[:1], owing):
         start = steps.State(((),) * len(shape), shape, pending)
         seen, queue = {start}, [start]
         while queue:
             node = queue.pop()
-            found, wanted = part.edges(shared.number(node)), alone.edges(alone.number(node))
+            found, wanted = space.edges(shared.number(node)), alone.edges(alone.number(node))
             for (tariff, count, after, edge), (own, *_, step) in zip(found, wanted, strict=True):
                 assert (edge.kind, edge.axes, edge.dim, edge.to, count) == (
                     step.kind,

@@ -75,6 +75,16 @@ class Message(NamedTuple):
     far: bool = False
 
 
+class Way(NamedTuple):
+    """All of a message on which its price depends, but how much is sent. `owe`: no collective, but the
+    writing of the shard, and the reading.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    far: bool = False
+
+
 class Places:
     """Where the devices of a mesh are. `coords`: on a torus, of the mesh's shape and (dims,); these are as
     long as `extents`, and close to rings from a length of `closes` on. `groups`: the host of each, or slice.
@@ -126,7 +136,7 @@ class Network(dict[str, int]):
         self.places = places or assumed(sizes, chip, self.cut)
         self._key = (tuple(sizes.items()), chip, self.places.key, self.tiles)
         self._hash = hash(self._key)
-        self._ways: dict[tuple[str, tuple[str, ...], bool], tuple[float, float]] = {}
+        self._ways: dict[Way, tuple[float, float]] = {}
         self._lines: dict[tuple[str, ...], Line] = {}
         self._fastest: dict[tuple[str, ...], float] = {}
         self.alike = _alike(self)
@@ -158,10 +168,38 @@ class Network(dict[str, int]):
         """
         if minor is not None and kind == "reduce_scatter" and minor <= self.chip.lanes:
             kind, nbytes = "all_reduce", 2 * nbytes
-        start, byte = self._ways.get((kind, axes, far)) or self._way(kind, axes, far)
+        way = Way(kind, axes, far)
+        start, byte = self._ways.get(way) or self.rates(way)
         if minor is not None and kind == "all_gather" and minor < self.chip.lanes:
-            byte += PICO * 2 * NARROW / self.chip.memory_rate
+            byte += self._narrow_byte
         return float(round(start + nbytes * byte))
+
+    def collectives(
+        self, ways: Sequence[Way], way: np.ndarray, nbytes: np.ndarray, minor: np.ndarray
+    ) -> np.ndarray:
+        """`collective` of many, each in one of some `ways`, by number; `minor`: -1 where it is None.
+
+        >>> network, ways = Network({"x": 4}), [Way("all_gather", ("x",))]
+        >>> network.collectives(ways, np.array([0]), np.array([1000]), np.array([-1]))
+        array([22560.])
+        """
+        rates, chip = _rates(self, tuple(ways)), self.chip
+        start, byte = rates.each[:, way]
+        if chip.lanes and (minor >= 0).any():
+            short = (minor >= 0) & (minor <= chip.lanes) & rates.scatters[way]
+            start, byte = np.where(short, rates.reduced[:, way], (start, byte))
+            nbytes = np.where(short, 2 * nbytes, nbytes)
+            narrow = (minor >= 0) & (minor < chip.lanes) & rates.gathers[way]
+            byte = np.where(narrow, byte + self._narrow_byte, byte)
+        prices = np.rint(start + nbytes * byte)
+        owes = np.flatnonzero(rates.owes[way])
+        prices[owes] = [self.compute(0, 2 * n) for n in nbytes[owes].tolist()]
+        return prices
+
+    @property
+    def _narrow_byte(self) -> float:
+        """Picoseconds more for each byte of a gather of narrow rows."""
+        return PICO * 2 * NARROW / self.chip.memory_rate
 
     def line(self, axes: Iterable[str]) -> Line:
         """How the devices along some axes are joined. Axes of other meshes, which crossings name, are any
@@ -179,16 +217,17 @@ class Network(dict[str, int]):
             return joined
         return replace(joined, latency=min(joined.latency, sum(self.line([a]).latency for a in axes)))
 
-    def _way(self, kind: str, axes: tuple[str, ...], far: bool) -> tuple[float, float]:
+    def rates(self, way: Way) -> tuple[float, float]:
         """Picoseconds to start a collective, and for each byte."""
+        kind, axes, far = way
         line, rings = self.line(axes), 2 if kind == "all_reduce" else 1
         near = kind == "ppermute" and not far
         latency = self.chip.latency if near else rings * line.latency
         detour = line.detour if far or kind == "all_to_all" else 1
         copied = 2 * self.chip.copies / self.chip.memory_rate if kind == "all_to_all" else 0
         seconds = detour / line.rate + copied
-        way = self._ways[kind, axes, far] = PICO * (self.chip.start + latency), PICO * seconds
-        return way
+        rates = self._ways[way] = PICO * (self.chip.start + latency), PICO * seconds
+        return rates
 
     def least(self, axes: Sequence[str], nbytes: float) -> float:
         """Picoseconds that no collectives over some of these axes beat in which a device sends so many bytes
@@ -216,6 +255,27 @@ class Network(dict[str, int]):
             return price
         more = self.chip.few if items < several else several * math.ceil(items / several) / items
         return float(math.ceil(price * more))
+
+
+class _Rates(NamedTuple):
+    """Of some ways, in rows, picoseconds to start and for each byte: their own, and those of an all_reduce in
+    their place; and which are of what kind.
+    """
+
+    each: np.ndarray
+    reduced: np.ndarray
+    scatters: np.ndarray
+    gathers: np.ndarray
+    owes: np.ndarray
+
+
+@lru_cache(maxsize=1 << 10)
+def _rates(network: Network, ways: tuple[Way, ...]) -> _Rates:
+    each = [network.rates(one) for one in ways]
+    reduced = [network.rates(Way("all_reduce", one.axes, one.far)) for one in ways]
+    kinds = np.array([one.kind for one in ways])
+    is_kind = [kinds == kind for kind in ("reduce_scatter", "all_gather", "owe")]
+    return _Rates(np.array(each).reshape(-1, 2).T, np.array(reduced).reshape(-1, 2).T, *is_kind)
 
 
 def reaches_far(pairs: Sequence[tuple[int, int]], counts: Sequence[int]) -> bool:

@@ -27,10 +27,10 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from shardax.cost.network import Network, network_of
+from shardax.reshard.reach import Priced
 from shardax.reshard.steps import (
     Counts,
     Edge,
-    Part,
     Pending,
     Scale,
     Space,
@@ -124,6 +124,9 @@ def _price(
         return 0.0
     first, last, shape, _, _ = _within_blocks(first, last, shape, network)
     first, last = _renamed(first, last, network)
+    frame = _frame(shape, _uses(first) | _uses(last), network)
+    if frame.few:
+        return frame.priced(itemsize, last.pending).price(first, last)
     search = _search(first, last, shape, itemsize, network, standing=True)
     return search.least() if bound else search.price()
 
@@ -278,8 +281,7 @@ def _search(
 
 
 class _Search(NamedTuple):
-    """Between two layouts of a value, by their numbers. Over a `few` axes the prices from one to all others
-    are found together; over many there are very many layouts."""
+    """Between two layouts of a value, by their numbers; over a `few` axes, through all layouts."""
 
     first: int
     last: int
@@ -287,15 +289,13 @@ class _Search(NamedTuple):
     few: bool
 
     def price(self) -> float:
-        if self.few:
-            return _reach(self.first, self.value.scale).to(self.last)
         found, ends = self.value.scale.found, (self.first, self.last)
         if ends not in found:
             found[ends], _ = self.path()
         return found[ends]
 
     def least(self) -> float:
-        return self.price() if self.few else _bound(self.last, self.value)(self.first)[0]
+        return _bound(self.last, self.value)(self.first)[0]
 
     def path(self) -> tuple[float, list[Edge]]:
         """Its price and its steps."""
@@ -332,7 +332,15 @@ class _Frame:
     order: tuple[int, ...]
     others: int
     values: dict[Hashable, "_Value"] = field(default_factory=dict)
+    prices: dict[Hashable, Priced] = field(default_factory=dict)
     numbers: dict[Hashable, dict[State, int]] = field(default_factory=dict)
+
+    def priced(self, itemsize: int, owing: Pending) -> Priced:
+        """The prices of all ways to layouts that owe this."""
+        key = itemsize, owing
+        if key not in self.prices:
+            self.prices[key] = _priced(self, itemsize, owing)
+        return self.prices[key]
 
     def value(self, standing: bool, itemsize: int, fixed: tuple[int, ...], owing: Pending) -> "_Value":
         """This value, or the one that stands for it."""
@@ -415,9 +423,8 @@ class _Value:
 def _value(
     frame: _Frame, order: tuple[int, ...], itemsize: int, fixed: tuple[int, ...], owing: Pending
 ) -> _Value:
-    """Values share a space in which all bytes can be divided: the dims that are split evenly are there as
-    long as all axes need, and each value has the part of it that its own dims divide. Over many axes, where
-    there are very many layouts, those dims are as short as they can be instead.
+    """Values share a space in which all bytes can be divided, and the dims that are split evenly are as short
+    as the same axes divide.
     """
     axes, network = frame.axes, frame.network
     shape, paddings = tuple([frame.shape[d] for d in order]), [frame.paddings[d] for d in order]
@@ -428,9 +435,7 @@ def _value(
     split = [d in dims and bool(paddings[d]) for d in range(len(shape))]
     even = tuple([not splits or paddings[d] == (shape[d],) for d, splits in enumerate(split)])
     kinds = list(zip(shape, split, even, strict=True))
-    least = [_least(n, axes, counts) if s and evenly else n if s else 1 for n, s, evenly in kinds]
-    full = [counts[axes] if s and evenly else n for n, (_, s, evenly) in zip(least, kinds, strict=True)]
-    lengths = tuple(full if len(axes) <= FEW else least)
+    lengths = tuple([_least(n, axes, counts) if s and evenly else n if s else 1 for n, s, evenly in kinds])
     padded = tuple(
         [
             () if not s else (n,) if evenly else paddings[d]
@@ -439,13 +444,32 @@ def _value(
     )
     minor = minor if minor in dims else None
     space = _space(lengths, counts[axes], network, axes, dims, padded, fixed, owing, minor)
-    part = _part(space, tuple([n if n != long else 0 for n, long in zip(least, lengths, strict=True)]))
     ours, theirs = math.prod(shape) * itemsize, math.prod(lengths) * counts[axes]
     shared = math.gcd(ours, theirs)
     stretch = (1, 1) if minor is None else (lengths[minor], shape[minor])
-    scale = _scale(part, ours // shared, theirs // shared, stretch)
+    scale = _scale(space, ours // shared, theirs // shared, stretch)
     numbers = frame.numbers.setdefault((order, space.like or space), {})
     return _Value(scale, order, shape, itemsize, even, numbers)
+
+
+def _priced(frame: _Frame, itemsize: int, owing: Pending) -> Priced:
+    """Dims that are split evenly are as short as the same axes divide, and what is left of them is counted in
+    the bytes of an element."""
+    axes, network = frame.axes, frame.network
+    counts = _counts(network)
+    order = [d for d in frame.order if d in frame.dims and frame.paddings[d]]
+    sizes = tuple([frame.paddings[d] for d in order])
+    is_even = [padded == (frame.shape[d],) for d, padded in zip(order, sizes, strict=True)]
+    kinds = list(zip(order, is_even, strict=True))
+    lengths = tuple([_least(frame.shape[d], axes, counts) if even else frame.shape[d] for d, even in kinds])
+    paddings = tuple([(n,) if even else p for n, even, p in zip(lengths, is_even, sizes, strict=True)])
+    minor = order.index(frame.minor) if frame.minor in order else None
+    stretch = 1 if minor is None else frame.shape[order[minor]] // lengths[minor]
+    count, rank = counts[axes], len(order)
+    dims, even = tuple(range(rank)), ((count,),) * rank
+    space = _space((count,) * rank, count, network, axes, dims, even, (0,) * rank, owing, minor)
+    itemsize = itemsize * math.prod(frame.shape) // math.prod(lengths)
+    return Priced(space, order, sizes, lengths, paddings, itemsize, stretch)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -461,7 +485,6 @@ def _space(shape, itemsize: int, network: Network, axes: Axes, dims, paddings, f
     return Space(*within, owing, minor, _counts(network), like)
 
 
-_part = lru_cache(maxsize=1 << 12)(Part)
 _scale = lru_cache(maxsize=1 << 12)(Scale)
 
 
@@ -528,34 +551,6 @@ def _sliced(node: State, dst: State) -> Iterator[Edge]:
             yield Edge("slice", target[len(have) :], node, 0, 0, to=dim, count=0)
 
 
-class _Reach:
-    """The prices of the ways from one layout to others, found in rising order, as far as was needed
-    (Dijkstra).
-    """
-
-    def __init__(self, src: int, scale: Scale):
-        self.scale, self.best, self.done = scale, {src: 0.0}, dict[int, float]()
-        self.queue = [(0.0, src)]
-
-    def to(self, goal: int) -> float:
-        done, best, queue, prices, part = self.done, self.best, self.queue, self.scale, self.scale.part
-        while goal not in done:
-            assert queue, f"no path to {part.space.states[goal]}"
-            so_far, node = heapq.heappop(queue)
-            if node in done:
-                continue
-            done[node] = so_far
-            for tariff, _, after, _ in part.edges(node):
-                price = so_far + prices[tariff]
-                if price < best.get(after, math.inf):
-                    best[after] = price
-                    heapq.heappush(queue, (price, after))
-        return done[goal]
-
-
-_reach = lru_cache(maxsize=1 << 13)(_Reach)
-
-
 def _shortest(
     first: int, last: int, prices: Scale, left: Callable[[int], Cost]
 ) -> tuple[float, Mapping[int, tuple[int, Edge]]]:
@@ -571,7 +566,7 @@ def _shortest(
             return so_far[0], via
         if so_far != best[node]:
             continue
-        for tariff, count, after, edge in prices.part.edges(node):
+        for tariff, count, after, edge in prices.space.edges(node):
             cost = (so_far[0] + prices[tariff], so_far[1] + count, so_far[2] + 1)
             if after not in best or cost < best[after]:
                 more = left(after)

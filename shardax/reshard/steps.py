@@ -2,9 +2,8 @@
 to.
 
 A `Space` limits between which layouts: which axes, which dims, and how these may be padded. It keeps the
-steps from each layout that was looked up, so that all paths through the same space share them. A `Part` of it
-has the layouts that a value of a certain shape may take. What a step costs depends on the bytes of the value:
-its `Scale` has the prices.
+steps from each layout that was looked up, so that all paths through the same space share them. What a step
+costs depends on the bytes of the value: its `Scale` has the prices.
 """
 
 import itertools
@@ -178,59 +177,35 @@ class Space:
         return (p for p in paddings if p % count == 0)
 
 
-class Part:
-    """The layouts of a space in which each dim of `even` is split only into as many pieces as divide its
-    length, which may be less than in the space. 0: a dim is as long as there.
+def swap_needs(swap: Edge, counts: Counts) -> list[tuple[int, int]]:
+    """The dims of a swap, each with the number of pieces into which it is cut, those into which the axes that
+    stay split it.
     """
-
-    def __init__(self, space: Space, even: tuple[int, ...]):
-        self.space, self.even = space, tuple([(d, n) for d, n in enumerate(even) if n])
-        self.known: dict[int, list[Leaving]] = {}
-        self.has: dict[int, bool] = {}
-
-    def edges(self, node: int) -> list[Leaving]:
-        """All steps that one can take from a layout of this part to others of it."""
-        known = self.known.get(node)
-        if known is None:
-            steps = self.space.edges(node)
-            known = self.known[node] = [step for step in steps if self._has(step)] if self.even else steps
-        return known
-
-    def _has(self, step: Leaving) -> bool:
-        _, _, node, edge = step
-        has = self.has.get(node)
-        if has is None:
-            dims, counts = edge.after.dims, self.space.counts
-            has = self.has[node] = not any([n % counts[dims[d]] for d, n in self.even])
-        return has and (edge.kind != "swap" or self._has_pieces(edge))
-
-    def _has_pieces(self, swap: Edge) -> bool:
-        """Whether both dims of a swap can be cut into its pieces, within the axes that stay."""
-        assert swap.dim is not None and swap.to is not None
-        counts, finest, kept = self.space.counts, 1, dict[int, int]()
-        for dim in (swap.dim, swap.to):
-            axes = swap.after.dims[dim]
-            stays = tuple([a for a in axes if a not in swap.axes])
-            kept[dim] = counts[stays]
-            finest = math.lcm(finest, counts[axes[len(stays) :]])
-        return not any([n % (kept[d] * finest) for d, n in self.even if d in kept])
+    assert swap.dim is not None and swap.to is not None
+    finest, kept = 1, list[tuple[int, int]]()
+    for dim in (swap.dim, swap.to):
+        axes = swap.after.dims[dim]
+        stays = tuple([a for a in axes if a not in swap.axes])
+        kept.append((dim, counts[stays]))
+        finest = math.lcm(finest, counts[axes[len(stays) :]])
+    return [(dim, count * finest) for dim, count in kept]
 
 
 class Scale(dict[int, float]):
-    """The prices of the tariffs of a part of a space, in picoseconds, for a value that has `ours` bytes where
-    the space has `theirs`, and `stretch` elements along the minor-most dim, the second number where the space
+    """The prices of the tariffs of a space, in picoseconds, for a value that has `ours` bytes where the space
+    has `theirs`, and `stretch` elements along the minor-most dim, the second number where the space
     has the first. `found`: the prices of paths between two layouts that were looked for, over many axes.
     """
 
-    __slots__ = ("part", "space", "ours", "theirs", "stretch", "tariffs", "found")
+    __slots__ = ("space", "ours", "theirs", "stretch", "tariffs", "found")
     __eq__ = object.__eq__
     __ne__ = object.__ne__
 
     def __hash__(self) -> int:
         return id(self)
 
-    def __init__(self, part: Part, ours: int, theirs: int, stretch: tuple[int, int]):
-        self.part, self.space = part, part.space
+    def __init__(self, space: Space, ours: int, theirs: int, stretch: tuple[int, int]):
+        self.space = space
         self.ours, self.theirs, self.stretch = ours, theirs, stretch
         self.tariffs: list[Tariff] = []
         self.found: dict[tuple[int, int], float] = {}
@@ -465,7 +440,7 @@ def _halo(node: State, dim: int, padded: int, space: Space) -> Edge:
     """Its price is that of its ppermutes."""
     axes, count = node.dims[dim], space.count(node.dims[dim])
     old, after = node.padded[dim] // count, with_more(node, dim, (), padded)
-    sent, far = _rows_sent(old, padded // count, space.shape[dim], tuple([space.network[a] for a in axes]))
+    sent, far = rows_sent(old, padded // count, space.shape[dim], tuple([space.network[a] for a in axes]))
     row = space.nbytes(node) // old
     tariff = space.tariff("ppermute", axes, tuple([row * rows for rows in sent]), far=tuple(far))
     kind = "halo" if sent else "crop"
@@ -473,7 +448,7 @@ def _halo(node: State, dim: int, padded: int, space: Space) -> Edge:
 
 
 @lru_cache(maxsize=1 << 14)
-def _rows_sent(old: int, new: int, size: int, counts: tuple[int, ...]) -> tuple[list[int], list[bool]]:
+def rows_sent(old: int, new: int, size: int, counts: tuple[int, ...]) -> tuple[list[int], list[bool]]:
     """How many rows each device sends in each ppermute of such a halo, along whichever dim it is and axes of
     so many; and of each, whether it goes to others than neighbours.
     """
