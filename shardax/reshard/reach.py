@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from threading import RLock
 from typing import NamedTuple
 
 import numpy as np
@@ -28,14 +29,15 @@ from shardax.sharding import Axes
 FEW = 64  # layouts, from all of which prices take no longer than from a few
 NEITHER, BEFORE, AFTER = range(3)  # on which side of a step the length of the minor-most dim counts
 
-Swap = tuple[int, Sequence[tuple[int, int]]]
-"""The place of a swap among steps, and of its dims into how many pieces each is cut."""
+Swap = tuple[int, list[tuple[int, int]]]
+"""The place of a swap among steps, and its two dims, with the numbers of pieces into which they are cut."""
 
 
 class Links(NamedTuple):
     """Steps between the layouts of a skeleton. `ends`: (from, to). `sent`: in which way, by number; in how
     many collectives; in each of them what part of what whole of the shard. `minor`: on which side it counts.
-    `new`, `gone`: the dims that are split behind it only, or before it only, as bits.
+    `new`, `gone`: the dims that are split behind it only, or before it only, as bits. `swap`: of a swap its
+    row of `cuts`, which has the dims that it cuts, in how many pieces each; -1 of what is none.
     """
 
     ends: np.ndarray
@@ -43,7 +45,8 @@ class Links(NamedTuple):
     minor: np.ndarray
     new: np.ndarray
     gone: np.ndarray
-    swaps: Sequence[Swap]
+    swap: np.ndarray
+    cuts: np.ndarray
 
 
 class Skeleton:
@@ -107,7 +110,10 @@ class Skeleton:
         ends = np.array([source, places[target]])
         split = self.is_split @ (1 << np.arange(shape[1]))
         before, after = split[ends]
-        self.links = Links(ends, np.array(sent), minor, after & ~before, before & ~after, swaps)
+        swap = np.full(start, -1)
+        swap[np.array([at for at, _ in swaps], np.int64)] = range(len(swaps))
+        cuts = np.array([needs for _, needs in swaps], np.int64).reshape(len(swaps), 2, 2)
+        self.links = Links(ends, np.array(sent), minor, after & ~before, before & ~after, swap, cuts)
 
     def _row(self, number: int) -> tuple[np.ndarray, list[Swap]]:
         """The steps from a layout, without the places; those that do not owe are described once, whatever is
@@ -163,7 +169,8 @@ class Grid:
         codes = list(itertools.product(*(range(len(sizes)) for sizes in paddings)))
         self.digits = np.array(codes, np.int64).reshape(len(codes), len(paddings))
         self.strides = [math.prod(map(len, paddings[d + 1 :])) for d in range(len(paddings))]
-        self.sizes = np.array([np.array(sizes)[self.digits[:, d]] for d, sizes in enumerate(paddings)])
+        sizes = [np.array(sizes, np.int64)[self.digits[:, d]] for d, sizes in enumerate(paddings)]
+        self.sizes = np.array(sizes, np.int64).reshape(self.digits.T.shape)
         self._lay_out()
         ends, pieces = self._steps()
         if any(len(sizes) > 1 for sizes in paddings):
@@ -194,10 +201,9 @@ class Grid:
         links = self.skeleton.links
         link, code, end = self._in_all_sizes()
         keep = np.ones(len(link), bool)
-        for swap, needs in links.swaps:
-            here = np.flatnonzero(link == swap)
-            for d, pieces in needs:
-                keep[here] &= self.sizes[d, code[here]] % pieces == 0
+        here = np.flatnonzero(links.swap[link] >= 0)
+        for dim, pieces in links.cuts[links.swap[link[here]]].transpose(1, 2, 0):
+            keep[here] &= self.sizes[dim, code[here]] % pieces == 0
         link, code, end = link[keep], code[keep], end[keep]
         source, target = links.ends[:, link]
         elements = self.local[source, code]
@@ -277,6 +283,9 @@ class Grid:
         return np.hstack(pieces)
 
 
+_finding = RLock()  # another thread may plan, too
+
+
 @lru_cache(maxsize=1 << 8)  # of a hundred thousand numbers each, where axes are three
 def _grid(skeleton: Skeleton, version: int, lengths: tuple[int, ...], paddings) -> Grid:
     return Grid(skeleton, lengths, paddings)
@@ -303,12 +312,13 @@ class Priced:
 
     def price(self, first: State, last: State) -> float:
         """Of the cheapest way from one layout to another."""
-        start, end = self._place(first), self._place(last)
-        if start[0] not in self.rows or end[0] not in self.rows:
-            self._renew()
-        source, target = self._number(start), self._number(end)
-        prices = _from(source, self, self.version) if self.all is None else self.all[source]
-        return float(prices[target])
+        with _finding:
+            start, end = self._place(first), self._place(last)
+            if start[0] not in self.rows or end[0] not in self.rows:
+                self._renew()
+            source, target = self._number(start), self._number(end)
+            prices = _from(source, self, self.version) if self.all is None else self.all[source]
+            return float(prices[target])
 
     def _place(self, state: State) -> tuple[int, int]:
         """The number of a layout in the space, and the code of its sizes."""
