@@ -10,6 +10,7 @@ import pytest
 from shardax.cost.chips import CHIPS, NOMINAL
 from shardax.cost.network import Network
 from shardax.reshard import paths, reach
+from shardax.sharding import Layout, Sharding
 from tests.test_reshard import random_layout
 
 SHAPES = [(3, 6, 14), (57, 28), (24, 5, 8, 3), (2, 57, 28), (1024, 96), (7,), ()]
@@ -33,6 +34,16 @@ def test_prices_are_those_of_the_paths(shape, sizes, chip):
     for src, dst in pairs(shape, network, len(shape), 12):
         price, path = paths.price(src, dst, shape, 4, network), paths.plan(src, dst, shape, 4, network)
         assert price == path.price, f"{src} -> {dst}: {path}"
+
+
+def test_pending_sums_that_stay_need_not_cross():
+    """Whichever of alike axes they are over: in which order the axes stand is nothing to a sum."""
+    network = Network({"w": 5, "x": 5, "y": 5}, CHIPS["v3"])
+    for before, after in itertools.product(itertools.combinations("wxy", 2), repeat=2):
+        src, dst = (Layout(Sharding(()), (), tuple((a, "sum") for a in axes)) for axes in (before, after))
+        path = paths.plan(src, dst, (), 4, network)
+        assert paths.price(src, dst, (), 4, network) == path.price
+        assert [{*step.axes} for step in path.steps] == ([{*before} ^ {*after}] if before != after else [])
 
 
 def test_prices_stay_what_they_are_when_there_are_more_layouts():

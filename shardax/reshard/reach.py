@@ -139,7 +139,9 @@ class Skeleton:
         return np.array(rows, np.int64).reshape(-1, 6), swaps
 
     def _sent(self, tariff: Tariff, nbytes: int) -> tuple[int, int, int, int]:
+        """The way, how many collectives, and what part of what whole of the shard is sent in each."""
         kind, axes, sent, _, far = tariff
+        assert len({*sent}) < 2, "where all axes divide all dims, pieces are of one size"
         part = Fraction(sent[0] if sent else 0, nbytes)
         return self.way(kind, axes, any(far)), len(sent), part.numerator, part.denominator
 
@@ -158,7 +160,7 @@ class Grid:
     between them.
 
     A layout is a place in the skeleton, and a code that has the number of the size of each dim, 0 of one that
-    is unsplit. `number`: that of each pair, -1 where there is no such. `ends`, `after`: the steps, as the
+    is unsplit. `number`: that of each pair, -1 where there is no such. `row_ends`, `after`: the steps, as the
     rows of a matrix. What is sent, for each collective, or some that are alike: in which `step`; of how many
     `elements`, those of the shard; `minor`: how long that is along its minor-most dim, -1 where this does not
     count; `sent`: as that of `Links`.
@@ -179,7 +181,7 @@ class Grid:
         order = np.argsort(ends[0], kind="stable")
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        self.ends = np.searchsorted(ends[0][order], np.arange(self.count + 1)).astype(np.int32)
+        self.row_ends = np.searchsorted(ends[0][order], np.arange(self.count + 1)).astype(np.int32)
         self.after = ends[1][order].astype(np.int32)
         step, self.elements, minor, *sent = pieces
         self.step, self.minor = place[step].astype(np.int32), minor
@@ -307,14 +309,14 @@ class Priced:
         self.lengths, self.paddings, self.itemsize, self.stretch = lengths, paddings, itemsize, stretch
         self.version = 0
         self.places: dict[State, tuple[int, int]] = {}
-        self.rows: dict[int, int] = {}
+        self.row_of: dict[int, int] = {}
         self.all: np.ndarray | None = None
 
     def price(self, first: State, last: State) -> float:
         """Of the cheapest way from one layout to another."""
         with _finding:
             start, end = self._place(first), self._place(last)
-            if start[0] not in self.rows or end[0] not in self.rows:
+            if start[0] not in self.row_of or end[0] not in self.row_of:
                 self._renew()
             source, target = self._number(start), self._number(end)
             prices = _from(source, self, self.version) if self.all is None else self.all[source]
@@ -333,13 +335,13 @@ class Priced:
 
     def _number(self, place: tuple[int, int]) -> int:
         number, code = place
-        return int(self.numbers[self.rows[number], code])
+        return int(self.numbers[self.row_of[number], code])
 
     def _renew(self) -> None:
         """Takes in what the skeleton has by now."""
         self.version = self.skeleton.version
         grid = _grid(self.skeleton, self.version, self.lengths, self.paddings)
-        self.numbers, self.rows = grid.number, grid.place
+        self.numbers, self.row_of = grid.number, grid.place
         self.all = csgraph.dijkstra(_steps(self, self.version)) if grid.count <= FEW else None
 
 
@@ -355,7 +357,7 @@ def _steps(value: Priced, version: int) -> csr_array:
     minor = np.where(grid.minor < 0, -1, grid.minor * value.stretch)
     each = value.skeleton.space.network.collectives(list(value.skeleton.ways), way, nbytes, minor)
     prices = np.bincount(grid.step, times * each, len(grid.after))
-    return csr_array((prices, grid.after, grid.ends), shape=(grid.count, grid.count))
+    return csr_array((prices, grid.after, grid.row_ends), shape=(grid.count, grid.count))
 
 
 @lru_cache(maxsize=1 << 12)

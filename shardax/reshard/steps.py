@@ -350,7 +350,7 @@ def _ppermutes(node: State, space: Space) -> Iterator[Edge]:
     for dims, pending in _rearrangements(node, space):
         after = State(dims, node.padded, pending)
         if after != node:
-            places = _places_of(dims, pending, space.counts)
+            places = _places_of(dims, _in_place(node.pending, pending), space.counts)
             crossing = tuple([a for a in space.axes if before.get(a) != places.get(a)])
             nbytes = space.nbytes(node)
             tariff = space.tariff("ppermute", crossing, (nbytes,), far=(_is_far(crossing, space),))
@@ -557,6 +557,19 @@ def _places_of(dims: tuple[Axes, ...], pending: Pending, counts: Counts) -> Mapp
     }
 
 
+def _in_place(before: Pending, after: Pending) -> Pending:
+    """Pending reductions, those that were so before where they stood, as far as there are as many: whose part
+    of a sum is which, nobody asks, so that what stays need not cross.
+
+    >>> _in_place((("x", "sum"), ("y", "sum")), (("w", "sum"), ("x", "sum")))
+    (('x', 'sum'), ('w', 'sum'))
+    """
+    if len(before) != len(after):
+        return after
+    new = iter([p for p in after if p not in before])
+    return tuple([p if p in after else next(new) for p in before])
+
+
 def _block(coordinates: dict[str, int], places: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Which block a device holds, as far as these axes tell: its number in each dim."""
     numbers: dict[int, int] = {}
@@ -570,7 +583,8 @@ def _block(coordinates: dict[str, int], places: Mapping[str, tuple[int, int]]) -
 def pairs(source: Layout, layout: Layout, axes: Axes, sizes: AxisSizes) -> list[tuple[int, int]]:
     """(sender, receiver) for each device along `axes`; a device that holds what it needs sends to itself."""
     counts = Counts(sizes)
-    before, after = _places(source, counts), _places(layout, counts)
+    owed = _in_place(source.pending, layout.pending)
+    before, after = _places(source, counts), _places_of(layout.dims, owed, counts)
     devices = [dict(zip(axes, c, strict=True)) for c in itertools.product(*(range(sizes[a]) for a in axes))]
     held, needed = [_block(d, before) for d in devices], [_block(d, after) for d in devices]
     content = range(len(devices))
