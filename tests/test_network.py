@@ -323,7 +323,7 @@ def test_options_refuse(chip):
 def test_many_collectives_cost_what_each_does(chip):
     network, rng = Network({"x": 4, "y": 2, "z": 3}, chip), np.random.RandomState(0)
     axes = [("x",), ("y", "z"), ("x", "y", "z")]
-    ways = [Way(*each) for each in itertools.product(KINDS, axes, (False, True))]
+    ways = tuple(Way(*each) for each in itertools.product(KINDS, axes, (False, True)))
     way, nbytes = rng.randint(len(ways), size=400), rng.randint(1 << 40, size=400)
     minor = rng.choice([-1, 16, 127, 128, 129, 4096], size=400)
     each = zip([ways[w] for w in way], nbytes.tolist(), minor.tolist(), strict=True)
@@ -335,5 +335,5 @@ def test_many_collectives_cost_what_each_does(chip):
 
 def test_to_owe_costs_the_writing_and_the_reading_of_the_shard():
     network, way = Network({"x": 4}, chips.V3), np.array([0, 0])
-    prices = network.collectives([Way("owe", ("x",))], way, np.array([1000, 1 << 30]), np.array([-1, -1]))
+    prices = network.collectives((Way("owe", ("x",)),), way, np.array([1000, 1 << 30]), np.array([-1, -1]))
     assert prices.tolist() == [network.compute(0, 2000), network.compute(0, 2 << 30)]

@@ -4,6 +4,7 @@ found one by one, by other steps of the same kinds.
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -66,3 +67,19 @@ def test_prices_of_more_bytes_than_64_bits_count():
     for src, dst in pairs(shape, network, 3, 20):
         price = paths.price(src, dst, shape, 8, network)
         assert price == pytest.approx(paths.plan(src, dst, shape, 8, network).price, rel=1e-12) and price >= 0
+
+
+def test_threads_that_price_at_once_find_the_same():
+    network, shape = Network({"x": 2, "y": 3, "z": 2}), (3, 14, 57)
+    several = pairs(shape, network, 5, 60)
+    wanted = [paths.price(*pair, shape, 4, network) for pair in several]
+    for forget in (paths._frame, paths._frame_of, paths._space, paths._price, reach.skeleton):
+        forget.cache_clear()
+
+    def found(seed: int) -> list[float]:
+        order = random.Random(seed).sample(range(len(several)), len(several))
+        prices = {i: paths.price(*several[i], shape, 4, network) for i in order}
+        return [prices[i] for i in range(len(several))]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(found, range(4))) == [wanted] * 4

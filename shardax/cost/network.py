@@ -76,8 +76,8 @@ class Message(NamedTuple):
 
 
 class Way(NamedTuple):
-    """All of a message on which its price depends, but how much is sent. `owe`: no collective, but the
-    writing of the shard, and the reading.
+    """How a `Message` is sent, whatever it is. `kind` may be "owe", too: no collective, but the writing of
+    the shard, and the reading.
     """
 
     kind: str
@@ -175,15 +175,15 @@ class Network(dict[str, int]):
         return float(round(start + nbytes * byte))
 
     def collectives(
-        self, ways: Sequence[Way], way: np.ndarray, nbytes: np.ndarray, minor: np.ndarray
+        self, ways: tuple[Way, ...], way: np.ndarray, nbytes: np.ndarray, minor: np.ndarray
     ) -> np.ndarray:
         """`collective` of many, each in one of some `ways`, by number; `minor`: -1 where it is None.
 
-        >>> network, ways = Network({"x": 4}), [Way("all_gather", ("x",))]
+        >>> network, ways = Network({"x": 4}), (Way("all_gather", ("x",)),)
         >>> network.collectives(ways, np.array([0]), np.array([1000]), np.array([-1]))
         array([22560.])
         """
-        rates, chip = _rates(self, tuple(ways)), self.chip
+        rates, chip = _rates(self, ways), self.chip
         start, byte = rates.each[:, way]
         if chip.lanes and (minor >= 0).any():
             short = (minor >= 0) & (minor <= chip.lanes) & rates.scatters[way]

@@ -457,7 +457,7 @@ def _priced(frame: _Frame, itemsize: int, owing: Pending) -> Priced:
     the bytes of an element."""
     axes, network = frame.axes, frame.network
     counts = _counts(network)
-    order = [d for d in frame.order if d in frame.dims and frame.paddings[d]]
+    order = [d for d in frame.order if frame.paddings[d]]
     sizes = tuple([frame.paddings[d] for d in order])
     is_even = [padded == (frame.shape[d],) for d, padded in zip(order, sizes, strict=True)]
     kinds = list(zip(order, is_even, strict=True))

@@ -58,9 +58,9 @@ class Skeleton:
     def __init__(self, space: Space):
         self.space, self.version = space, 0
         self.place: dict[int, int] = {}
-        base = skeleton(space.like) if space.like else self
-        self.rows: dict[tuple[int, bool], tuple[np.ndarray, list[Swap]]] = base.rows if space.like else {}
-        self.ways: dict[Way, int] = base.ways if space.like else {}
+        like = skeleton(space.like) if space.like else None
+        self.rows: dict[tuple[int, bool], tuple[np.ndarray, list[Swap]]] = like.rows if like else {}
+        self.ways: dict[Way, int] = like.ways if like else {}
 
     def include(self, state: State) -> int:
         """The number of a layout in the space, which is here then, as are all that it leads to."""
@@ -75,9 +75,8 @@ class Skeleton:
         """A layout that leads to all that owe the same reduction, over whichever axes."""
         reductions = {reduction for _, reduction in state.pending}
         if len(reductions) == 1:
-            pending = tuple(
-                [(axis, reduction) for axis in sorted(self.space.axes) for reduction in reductions]
-            )
+            (reduction,) = reductions
+            pending = tuple([(axis, reduction) for axis in sorted(self.space.axes)])
             yield self.space.number(State(((),) * len(state.dims), state.padded, pending))
 
     def _close(self, todo: list[int]) -> None:
@@ -355,7 +354,7 @@ def _steps(value: Priced, version: int) -> csr_array:
         elements = elements.astype(object)
     nbytes = (-(-elements * part * itemsize // whole)).astype(float)
     minor = np.where(grid.minor < 0, -1, grid.minor * value.stretch)
-    each = value.skeleton.space.network.collectives(list(value.skeleton.ways), way, nbytes, minor)
+    each = value.skeleton.space.network.collectives(tuple(value.skeleton.ways), way, nbytes, minor)
     prices = np.bincount(grid.step, times * each, len(grid.after))
     return csr_array((prices, grid.after, grid.row_ends), shape=(grid.count, grid.count))
 
