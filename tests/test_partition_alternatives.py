@@ -331,6 +331,18 @@ def test_what_stands_in_memory():
     assert kept == {"a", "b", "dot_general", "add", "sin"}
 
 
+def test_products_are_made_in_the_order_in_which_they_are_read():
+    """A transpose that alone reads a product is no work; what else moves elements is."""
+
+    def f(x, w):
+        return (x @ w).T, jnp.flip(x @ (w + 1.0)), (x @ (w + 2.0)).astype("bfloat16")
+
+    program = graph(f, (8, 6), (6, 4))
+    found = stored(program)
+    kept = [v in found for node in program.nodes if node.name == "dot_general" for v in node.outputs]
+    assert kept == [False, True, True]
+
+
 def test_views_are_another_value_in_memory():
     def f(x):
         return x.reshape(4, 1, 6), x.reshape(24), x[None]

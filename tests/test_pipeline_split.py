@@ -234,7 +234,7 @@ def test_what_is_no_sum_is_refused():
         split(normed, W, X)
 
     def shifted(w, x):
-        return gradient(w, x + lax.sort(x, dimension=0))
+        return gradient(w, x + lax.sort(x @ w, dimension=0))
 
     with pytest.raises(ValueError, match="needs rows of other microbatches"):
         split(shifted, W, X)

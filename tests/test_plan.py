@@ -288,6 +288,7 @@ def moved_bytes(fun, *shapes):
 def test_what_is_fused_moves_once():
     assert moved_bytes(lambda x: jnp.sin(x) * 2 + 1, (256,)) == 2 * 1024
     assert moved_bytes(lambda x: lax.sort(jnp.sin(x) * 2), (256,)) == 4 * 1024
+    assert moved_bytes(lambda x, y: (x @ y).T, (8, 16), (16, 32)) == 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
 def test_slices_and_updates_move_only_their_part():

@@ -3,8 +3,9 @@ and estimates.
 
 An array lives from the equation that makes it to the last one that reads it. Results, and inputs that are
 kept, live to the end. A value that is computed elementwise and used once, by an elementwise equation or a
-reduction, counts as fused into that: it is never stored, and its operands live longer instead. XLA may
-reorder and fuse more, and it pads. What is fused, updated in place, or read in part, the registered rules say
+reduction, counts as fused into that: it is never stored, and its operands live longer instead. So does a
+product that one equation reads, and only transposes: compilers make it in that order. XLA may reorder and
+fuse more, and it pads. What is fused, updated in place, or read in part, the registered rules say
 (`register_rule`, its arguments `fuses`, `in_place`, `reads`).
 """
 
@@ -19,6 +20,7 @@ from jax.extend.core import jaxprs_in_params
 from shardax import _jax
 from shardax.annotations.explicit import memory_of
 from shardax.ledger.collectives import reason_of
+from shardax.spmd_rules.equations import node_of
 from shardax.spmd_rules.registry import RULES, Entry
 
 DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
@@ -252,11 +254,9 @@ def bodies(eqn) -> Iterator[Any]:
 
 
 def _is_fused(eqn, users) -> bool:
-    entry = _entry(eqn)
-    if len(eqn.outvars) != 1 or entry.fuses != "all" or entry.flops:
-        return False
-    reading = users.get(eqn.outvars[0], [])
-    return len(reading) == 1 and reading[0] is not None and _entry(reading[0]).fuses != "none"
+    reading = users.get(eqn.outvars[0], []) if len(eqn.outvars) == 1 else []
+    reader = reading[0] if len(reading) == 1 else None
+    return reader is not None and _entry(eqn).is_fused(_entry(reader), lambda: node_of(reader))
 
 
 def _entry(eqn) -> Entry:

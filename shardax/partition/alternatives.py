@@ -498,7 +498,7 @@ def brought(graph: Graph) -> set[Value]:
 
 def stored(graph: Graph) -> set[Value]:
     """The values that stand in memory: all but those that are computed elementwise and used once, by what
-    takes them in.
+    takes them in, and products of which only a transpose is used.
     """
     readers: dict[Value, list[Node | None]] = {}
     made: dict[Value, Node] = {}
@@ -529,11 +529,11 @@ def views(graph: Graph, kept: Set[Value]) -> set[Value]:
 
 
 def _is_fused(maker: Node | None, readers: Sequence[Node | None]) -> bool:
-    entry = RULES.get(maker.name) if maker else None
-    if entry is None or entry.fuses != "all" or entry.flops or len(readers) != 1 or readers[0] is None:
+    reader = readers[0] if len(readers) == 1 else None
+    if maker is None or reader is None:
         return False
-    reader = RULES.get(readers[0].name)
-    return reader is not None and reader.fuses != "none"
+    entry, taking = RULES.get(maker.name), RULES.get(reader.name)
+    return entry is not None and taking is not None and entry.is_fused(taking, lambda: reader)
 
 
 def _params_key(node: Node) -> Hashable:

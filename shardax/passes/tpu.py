@@ -14,7 +14,7 @@ instead of thirty, of two heads of 128.
 Products that are transposed: a transpose beside the product is no work, for the product is made in that
 order; behind a reduce_scatter it stays there, and what a loop stacks of it (the gradients of all layers) is
 copied from one order to the other. So where a product's sum is scattered and then transposed, the transpose
-goes first.
+goes first; but where that would leave few elements of the minor-most dim, which makes an all_reduce of it.
 
 A reduce_scatter of which slices are taken by device: it makes an all_reduce of it, and slices that. A barrier
 between the two keeps it.
@@ -87,12 +87,18 @@ def _transposed_first(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         scatter = None if read is None or _jax.is_literal(read) else makers.get(read)
         if scatter and scatter.primitive.name == "reduce_scatter" and scatter.params["tiled"]:
             product = makers.get(scatter.invars[0])
-            if product and product.primitive is lax.dot_general_p:
+            if product and product.primitive is lax.dot_general_p and not _would_be_short(scatter, eqn):
                 if reads[product.outvars[0]] == reads[scatter.outvars[0]] == 1:
                     transposes[scatter.outvars[0]] = eqn
     hoisted = {eqn.outvars[0] for eqn in transposes.values()}
     kept = (eqn for eqn in eqns if not eqn.outvars or eqn.outvars[0] not in hoisted)
     return [new for eqn in kept for new in _scattered_last(eqn, transposes)]
+
+
+def _would_be_short(scatter, transpose) -> bool:
+    """Whether the scatter, after the transpose, would leave little of the minor-most dim."""
+    order = transpose.params["permutation"]
+    return order[-1] == scatter.params["scatter_dimension"] and transpose.outvars[0].aval.shape[-1] <= LANES
 
 
 def _scattered_last(eqn, transposes: Mapping[Any, Any]) -> Iterator[Any]:

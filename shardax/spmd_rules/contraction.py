@@ -28,6 +28,12 @@ def scaled_matmul(node: Node) -> str:
     return "b m k!, b n k!, b m s!, b n s! -> b m n"
 
 
-register_rule("dot_general", dot_general, passes=(LINEAR(0), LINEAR(1)), flops=flops.dot_general)
+register_rule(
+    "dot_general",
+    dot_general,
+    passes=(LINEAR(0), LINEAR(1)),
+    flops=flops.dot_general,
+    fuses="transposes",
+)
 register_rule("scaled_matmul", scaled_matmul, flops=flops.scaled_matmul)
 register_rule("scaled_matmul_wrapper", scaled_matmul, flops=flops.scaled_matmul)

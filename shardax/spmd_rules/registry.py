@@ -200,7 +200,7 @@ Batch = Callable[[Mapping[str, Any], Shapes, Shapes], int | None]
 """`batch(params, in_shapes, out_shapes)` gives the items of a batch, of shards; None where it makes no
 difference how many there are."""
 
-Fuses = Literal["none", "operands", "all"]
+Fuses = Literal["none", "transposes", "operands", "all"]
 Reads = Literal["all", "part", "none", "view"]
 Accumulates = tuple[str, tuple[int, ...]]
 """A reduction, "sum", "max" or "min", and for each operand in which it holds its place: the result is that
@@ -305,6 +305,17 @@ class Entry:
         if not kept or len(places) != len(before) or sorted(dim for dim, _ in after) != sorted(places):
             return None
         return [places[dim] for dim, _ in after]
+
+    def transposes(self, node: Node) -> bool:
+        """Whether a node of it only puts dims in another order."""
+        order = self.order(node)
+        return order is not None and order != sorted(order)
+
+    def is_fused(self, reader: "Entry", node: Callable[[], Node]) -> bool:
+        """Whether its result is never stored, where only a node of `reader` reads it."""
+        if self.fuses == "transposes":
+            return reader.transposes(node())
+        return self.fuses == "all" and not self.flops and reader.fuses in ("operands", "all")
 
     def is_view(self, operand: Sequence[int], result: Sequence[int]) -> bool:
         """Whether a result of this shape is in memory what the operand in its place, of that one, is."""
@@ -469,8 +480,9 @@ def register_rule(
       made_anywhere: of scalars it makes a value of which every device can make any part for nothing, as
         `iota` does.
       fuses: "all" of what is computed elementwise: XLA computes it where its one reader needs it, and it is
-        never stored. "operands" of what takes in such operands but stores its result, as reductions do. By
-        default "none".
+        never stored. "operands" of what takes in such operands but stores its result, as reductions do.
+        "transposes" of what is made in any order of dims, as products are, so that one reader that transposes
+        it moves nothing. By default "none".
       reads: "part" of what reads no more of its operands than it gives, as `slice` does; "none" of what moves
         nothing, as `optimization_barrier`: results, where there are as many, are the operands in memory;
         "view" of what does so where it adds or drops dims of size 1 alone, as `squeeze`.

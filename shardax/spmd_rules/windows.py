@@ -446,6 +446,7 @@ register_rule(
     sends=halo_sends(_conv_requests),
     flops=flops.conv_general_dilated,
     batch=_images,
+    fuses="transposes",
 )
 register_rule(
     "reduce_window",
