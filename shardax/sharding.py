@@ -133,7 +133,7 @@ class Sharding:
 
     @property
     def axes(self) -> Axes:
-        return tuple(a for dim in self.dims for a in dim)
+        return tuple(itertools.chain.from_iterable(self.dims))
 
     @property
     def rank(self) -> int:

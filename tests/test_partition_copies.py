@@ -1,11 +1,13 @@
 """Copies: which of a value's copies its readers share, and what each reader pays beside."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from shardax.partition import copies
 from shardax.partition.copies import copies_of, is_cut
 from shardax.reshard import paths
 from tests.choices import SIZES, layout
@@ -68,6 +70,27 @@ def test_no_state_is_of_another_layout():
         allowed = {state for state, p in zip(shared.states, table[way], strict=True) if p == 0}
         assert allowed and {source for source, _ in allowed} == {made}
     assert len(shared.states) == np.sum(table == 0)
+
+
+def test_of_too_many_copies_those_are_kept_that_two_readers_look_at_first(monkeypatch):
+    """Where a value may be made in many layouts and read in many. The others cost what they did."""
+    made, readers = LAYOUTS[6:], [LAYOUTS[1:6], LAYOUTS[5:0:-1], LAYOUTS[3:5]]
+    every = copies_of(made, readers, price)
+    monkeypatch.setattr(copies, "STATES", 1)
+    monkeypatch.setattr(copies, "LEAST", 2)
+    few = copies_of(made, readers, price)
+
+    def second(copy):
+        places = [[i for i, t in enumerate(targets) if is_cut(copy, t)] for targets in readers]
+        return sorted(min(each, default=math.inf) for each in places)[1]
+
+    single = [some[0] for _, some in every.states if len(some) == 1]
+    kept = [some[0] for _, some in few.states if len(some) == 1]
+    assert len(kept) == 2 < len(single)
+    assert max(map(second, kept)) <= min(second(copy) for copy in single if copy not in kept)
+    at = [every.states.index(state) for state in few.states]
+    np.testing.assert_array_equal(few.making, every.making[at])
+    np.testing.assert_array_equal(few.reading, every.reading[at])
 
 
 def test_a_copy_that_one_reader_alone_may_use_is_its_own():

@@ -42,6 +42,7 @@ class Because:
         self.story = Story(plan)
         self.completion = plan.values
         self.told: dict[causes.Cause, str] = {}
+        self.barren: dict[tuple[Value, int, frozenset[str]], int] = {}  # nothing is found so many steps back
         self.makers = dict(_makers(plan.decisions)) if plan.decisions else {}
         self.results = [place.path for place in plan.results()]
         self.last = set(_last_of_lines(self.story.nodes))
@@ -71,15 +72,17 @@ class Because:
         """The annotation that axes of a dim came from: by completion, or else by an operand that it was made
         of.
         """
-        return self._origin(value, dim, axes, DEPTH, set())
+        return self._origin(value, dim, frozenset(axes), DEPTH)
 
-    def _origin(
-        self, value: Value, dim: int, axes: set[str], depth: int, seen: set[tuple[Value, int]]
-    ) -> Origin | None:
-        """`seen`: where there is nothing to find, or it is looked for already."""
-        if (value, dim) in seen:
+    def _origin(self, value: Value, dim: int, axes: frozenset[str], depth: int) -> Origin | None:
+        if self.barren.get((value, dim, axes), -1) >= depth:
             return None
-        seen.add((value, dim))
+        found = self._found(value, dim, axes, depth)
+        if found is None:
+            self.barren[value, dim, axes] = depth
+        return found
+
+    def _found(self, value: Value, dim: int, axes: frozenset[str], depth: int) -> Origin | None:
         if axes <= {*self.completion.sharding(value).dims[dim]}:
             return self.story.root(value, dim)
         node, decision = self.makers.get(value, (None, None))
@@ -92,7 +95,7 @@ class Because:
         for operand, tensor, layout, reshard in operands:
             for d, dim_factors in enumerate(tensor):
                 if made & {*dim_factors} and axes <= {*layout.dims[d]} & {*reshard.source.dims[d]}:
-                    if origin := self._origin(operand, d, axes, depth - 1, seen):
+                    if origin := self._origin(operand, d, axes, depth - 1):
                         return origin
         return None
 

@@ -17,6 +17,7 @@ import numpy as np
 from shardax.sharding import Layout
 
 FEW = 6  # layouts of which pairs are tried
+STATES, LEAST = 1024, 16  # about so many of a value; but so many copies of each layout in which it is made
 
 Price = Callable[[Layout, Layout], float]
 
@@ -46,7 +47,8 @@ class Copies:
 
 
 def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price: Price) -> Copies:
-    """The states of a value. A copy is made for all where at least two readers may use it.
+    """The states of a value. A copy is made for all where at least two readers may use it; where these are
+    too many, those that stand early among the layouts of two of them.
 
     Args:
       made: the layouts in which the value may be made.
@@ -61,8 +63,9 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     for c, t in np.argwhere(cut).tolist():
         parts[c, t] = price(read[c], read[t])
     wanted = [[place[t] for t in dict.fromkeys(targets)] for targets in readers]
-    uses = np.sum([cut[:, targets].any(axis=1) for targets in wanted], axis=0)
-    chosen = [(m, *some) for m, row in enumerate(prices) for some in _chosen(row, uses, cut)]
+    shared = _shared(cut, wanted)
+    most = max(LEAST, STATES // len(made))
+    chosen = [(m, *some) for m, row in enumerate(prices) for some in _chosen(row, shared, cut, most)]
     makers, first, second = np.array(chosen).T
     prices, parts = np.pad(prices, ((0, 0), (0, 1))), np.pad(parts, ((0, 1), (0, 0)), constant_values=np.inf)
     making = prices[makers, first] + prices[makers, second]
@@ -71,9 +74,20 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     return Copies(states, making, read, reading)
 
 
-def _chosen(row: np.ndarray, uses: np.ndarray, cut: np.ndarray) -> list[tuple[int, int]]:
-    """The copies that may be made for all, by number, -1 for none; `row`: what each costs."""
-    paid = np.flatnonzero((row > 0) & (uses > 1)).tolist()
+def _shared(cut: np.ndarray, wanted: Sequence[Sequence[int]]) -> np.ndarray:
+    """The copies that two readers may use, by number. Those come first of which two use early ones among the
+    layouts in which they may read: these look cheapest to them."""
+    never = cut.shape[1]
+    each = [np.where(cut[:, targets], np.arange(len(targets)), never).min(axis=1) for targets in wanted]
+    second = np.sort([*each, np.full(never, never)], axis=0)[1]
+    order = np.argsort(second, kind="stable")
+    return order[second[order] < never]
+
+
+def _chosen(row: np.ndarray, shared: np.ndarray, cut: np.ndarray, most: int) -> list[tuple[int, int]]:
+    """The copies that may be made for all, by number, -1 for none; `row`: what each costs; `most`: so many
+    of one."""
+    paid = sorted(shared[row[shared] > 0][:most].tolist())
     pairs = itertools.combinations(paid, 2) if len(paid) <= FEW else ()
     apart = [(a, b) for a, b in pairs if not (cut[a, b] or cut[b, a])]  # neither is cut out of the other
     return [(-1, -1), *((c, -1) for c in paid), *apart]

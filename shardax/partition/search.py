@@ -38,6 +38,7 @@ Kind = tuple[tuple[int, ...], int, bool, bool]
 """Of a value, all on which the prices of its reshards depend but the layouts."""
 
 CARRIED = 16  # layouts in which a loop may give back what it carries, and that it does not take
+ALMOST = 1e-4  # the share of the price by which what is chosen may cost more than was known
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
 _UNREQUESTED = 1e13  # picoseconds, at least: under strict mode, for a reshard that nobody requested
 _COLLECTIVE_OF = {
@@ -360,7 +361,7 @@ class Search:
         if self.avoided:
             self.unrequested = max(_UNREQUESTED, self._most_saved())
         solution = self._solved()
-        while not self.all_exact and self._rises():
+        while not self.all_exact and self._rise() > ALMOST * solution.price:
             solution = self._solved()
         if not self.all_exact:  # whoever reads copies from each other asks for further ones
             self.all_exact = True
@@ -383,28 +384,30 @@ class Search:
         )
         return 2 * (computed + sent) / min(filter(None, self.scope.values()), default=1.0)
 
-    def _rises(self) -> bool:
-        """Finds the prices of the reshards that were chosen, and whether some are more than was known."""
-        risen = set[tuple[tuple[int, ...], int]]()
-        for value, reads, _ in self._readers():
+    def _rise(self) -> float:
+        """Finds the prices of the reshards that were chosen, and by how much they are more than was known,
+        those among it that are taken only where others are not."""
+        risen, rise = set[tuple[tuple[int, ...], int]](), 0.0
+        for value, reads, weight in self._readers():
             maker, result = self.maker[value]
             read = dict.fromkeys(site.chosen.operands[i] for site, i in reads)
             whole = [replicated_layout(value.shape)] if value in self.anywhere else []
             for source, target in itertools.product([maker.chosen.results[result], *read, *whole], read):
-                if self._settle(value, source, target):
+                if (more := self._settle(value, source, target)) > 0:
+                    rise += more * weight
                     risen.add((value.shape, value.itemsize))
                     self._settle_others(value, reads, source, target)
         self.prices = {kind: price for kind, price in self.prices.items() if kind[:2] not in risen}
         self.tables = {key: known for key, known in self.tables.items() if key[0][:2] not in risen}
-        return bool(risen)
+        return rise
 
-    def _settle(self, value: Value, source: Layout, target: Layout) -> bool:
-        """Finds the price of a reshard; whether it is more than was known."""
+    def _settle(self, value: Value, source: Layout, target: Layout) -> float:
+        """Finds the price of a reshard; by how much it is more than was known."""
         if self.is_exact(value, source, target):
-            return False
+            return 0.0
         known = self.sent(value, source, target)
         self.alternatives.exact.add((source, target, value.shape, value.itemsize))
-        return self.sent(value, source, target) > known
+        return self.sent(value, source, target) - known
 
     def _settle_others(self, value: Value, reads, source: Layout, target: Layout) -> None:
         """The same of those that looked cheaper, of another way of who makes the value or of who reads it:
