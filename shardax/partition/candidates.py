@@ -179,8 +179,7 @@ def assignments(
     """Ways to split each factor as suggested or not at all, the fullest first, as far as there is patience;
     last, none. Where there may be none for all, those of `each` come before.
     """
-    told = [[(way, *_axes_of(way)) for way in ways] for ways in options]
-    found = _compatible_choices(told, factors, {}, frozenset())
+    found = _compatible_choices(options, factors, {})
     if is_many(options):
         some = (splits for splits in each() if compatible(factors, splits, ()))
         found = itertools.chain(some, itertools.islice(found, _MOST_CANDIDATES))
@@ -188,31 +187,17 @@ def assignments(
     yield {}
 
 
-def _compatible_choices(
-    options: Sequence[Sequence[tuple[Splits, frozenset[str], bool]]],
-    factors: Factors,
-    chosen: Splits,
-    used: frozenset[str],
-) -> Iterator[Splits]:
+def _compatible_choices(options: Options, factors: Factors, chosen: Splits) -> Iterator[Splits]:
     """Each way of each factor with each of the others, or none, in order; what is incompatible already does
-    not go on. `options`: with what `_axes_of` says of each; `used`: the axes of those that are chosen."""
+    not go on."""
     if not options:
         yield chosen
         return
-    for way, axes, once in options[0]:
-        again = not once or not used.isdisjoint(axes)
-        if again and factors.all_meet:
-            continue
+    for way in options[0]:
         more = {**chosen, **way}
-        if not again and not factors.has_diagonals or compatible(factors, more, ()):
-            yield from _compatible_choices(options[1:], factors, more, used | axes)
-    yield from _compatible_choices(options[1:], factors, chosen, used)
-
-
-def _axes_of(way: Splits) -> tuple[frozenset[str], bool]:
-    """The axes that split some factors, and whether each splits one."""
-    axes = [a for split in way.values() for a in split.axes]
-    return frozenset(axes), len(set(axes)) == len(axes)
+        if compatible(factors, more, ()):
+            yield from _compatible_choices(options[1:], factors, more)
+    yield from _compatible_choices(options[1:], factors, chosen)
 
 
 def compatible(factors: Factors, splits: Splits, pending: Pending) -> bool:

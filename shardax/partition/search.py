@@ -38,7 +38,7 @@ Kind = tuple[tuple[int, ...], int, bool, bool]
 """Of a value, all on which the prices of its reshards depend but the layouts."""
 
 CARRIED = 16  # layouts in which a loop may give back what it carries, and that it does not take
-ALMOST = 1e-4  # the share of the price by which what is chosen may cost more than was known
+ALMOST = 1e-2  # the share of the gap by which what is chosen may cost more than was known
 _FIRST_WAY = 2.0**-10  # picoseconds: a power of two, so that sums stay exact
 _UNREQUESTED = 1e13  # picoseconds, at least: under strict mode, for a reshard that nobody requested
 _COLLECTIVE_OF = {
@@ -361,7 +361,7 @@ class Search:
         if self.avoided:
             self.unrequested = max(_UNREQUESTED, self._most_saved())
         solution = self._solved()
-        while not self.all_exact and self._rise() > ALMOST * solution.price:
+        while not self.all_exact and self._rise() > max(0.0, ALMOST * solution.gap):
             solution = self._solved()
         if not self.all_exact:  # whoever reads copies from each other asks for further ones
             self.all_exact = True
