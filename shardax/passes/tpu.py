@@ -20,7 +20,8 @@ A reduce_scatter of which slices are taken by device: it makes an all_reduce of 
 between the two keeps it.
 
 Collectives over a whole torus: `passes/torus.py`. Casts of weights that a loop gathers: `passes/casts.py`.
-Reductions of narrow arrays in a row: `passes/rows.py`.
+Reductions of narrow arrays in a row: `passes/rows.py`. Products over several dims of rows:
+`passes/products.py`. What it unrolls whole: `passes/unrolled.py`.
 
 Sums of many rows by index, as the gradient of an embedding is: the compiler sorts the indices, and makes two
 megabytes of code for a thousandth of a step. It does not sort 2048: so a loop adds as many at a time, with a
@@ -31,7 +32,7 @@ Done where the program is lowered for TPUs: the plan and other chips have one al
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardax import _jax
 from shardax.graph.equations import equations_of
-from shardax.passes import casts, rows, torus
+from shardax.passes import casts, products, rows, torus, unrolled
 
 LANES = 128
 SUBLANES = 8
@@ -59,13 +60,16 @@ def suited(jaxpr, mesh: Mesh | AbstractMesh | None = None):
     opened = _jax.closed(jaxpr).jaxpr
     eqns = _transposed_first(rows.taken_apart(eqns, opened.outvars), opened.outvars)
     eqns = [new for eqn in eqns for new in _summed_in_parts(eqn)]
-    eqns = list(_scattered_before_slices(eqns))
+    eqns = list(_scattered_before_slices(products.of_matrices(eqns)))
+    eqns = [new for eqn in eqns for new in unrolled.in_words(eqn)]
+    eqns = [new for eqn in eqns for new in unrolled.in_a_loop(eqn)]
     eqns = [new for eqn in eqns for new in torus.in_two(eqn, mesh)]
     return _jax.replaced_eqns(jaxpr, [new for eqn in eqns for new in _suited(eqn)])
 
 
-def _scattered_before_slices(eqns: Sequence[Any]) -> Iterator[Any]:
+def _scattered_before_slices(eqns: Iterable[Any]) -> Iterator[Any]:
     """A barrier behind each reduce_scatter of which slices are taken by device."""
+    eqns = list(eqns)
     slices = (eqn.invars[0] for eqn in eqns if eqn.primitive is lax.dynamic_slice_p)
     sliced = {v for v in slices if not _jax.is_literal(v)}
     for eqn in eqns:
