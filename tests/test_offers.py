@@ -78,7 +78,7 @@ def longer(seeds: Sequence[int]) -> Iterator[float]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("seed", [0, 16, 54, 56])  # the last three took up to 14 % longer
+@pytest.mark.parametrize("seed", [0, 16, 54, 56, 113, 136])  # all but the first took up to 14 % longer
 def test_more_on_offer_takes_no_longer(seed):
     assert not list(longer([seed]))
 

@@ -291,6 +291,15 @@ def test_what_is_fused_moves_once():
     assert moved_bytes(lambda x, y: (x @ y).T, (8, 16), (16, 32)) == 4 * (8 * 16 + 16 * 32 + 8 * 32)
 
 
+def test_what_a_transpose_stores_of_a_product_is_written_while_it_computes():
+    def works(fun):
+        return list(
+            work(jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(s, "float32") for s in ((8, 16), (16, 32)))))
+        )
+
+    assert works(lambda x, y: (x @ y).T) == works(lambda x, y: x @ y)
+
+
 def test_slices_and_updates_move_only_their_part():
     assert moved_bytes(lambda x: lax.slice(x, (0,), (16,)), (256,)) == 2 * 64
     assert moved_bytes(lambda x, y: lax.dynamic_update_slice(x, y, (3,)), (256,), (16,)) == 2 * 64

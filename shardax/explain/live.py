@@ -209,12 +209,14 @@ def _dearest(eqn, memory) -> Live:
 
 def traffic(jaxpr) -> Iterator[tuple[Any, int]]:
     """(equation, bytes that it reads and writes in memory) of each equation that stores something; bodies are
-    left out.
+    left out. What a transpose stores of a product, the product does, beside its FLOPs.
     """
     life = Life(jaxpr)
     for eqn in jaxpr.eqns:
         if not all(v in life.fused for v in eqn.outvars) or not eqn.outvars:
-            yield eqn, _touched(eqn, life)
+            makers = (life.fused.get(v) for v in eqn.invars if not _jax.is_literal(v))
+            product = next((maker for maker in makers if maker and _entry(maker).fuses == "transposes"), eqn)
+            yield product, _touched(eqn, life)
 
 
 def _touched(eqn, life: Life) -> int:

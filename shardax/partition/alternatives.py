@@ -45,8 +45,8 @@ from shardax.spmd_rules.localize import Pending, Splits
 from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, run_replicated
 from shardax.spmd_rules.rule import Factors
 
-MOST, FEWEST = 32, 16  # ways of a node: in small programs, and in large ones
-ENOUGH = 9600  # ways of all nodes of a program
+MOST, FEWEST = 96, 16  # ways of a node: in small programs, and in large ones
+ENOUGH = 16000  # ways of all nodes of a program
 ALIKE = 3  # ways with the same results, before others
 _SMALL = 64  # what is small costs so many times less
 _MASKED = 1.0  # picoseconds of a constant that but one device adds: none of equals has it

@@ -6,8 +6,9 @@ neighbours' ways, the least price; that is one more table, over the neighbours. 
 (`messages.py`) give a lower bound and propose choices, of which the best mixture is taken now and then: ways
 with which any choice costs more than that one are left out, and the bound rises faster among the others. Most
 programs end with no gap so. Where the bound hardly rises any more, the choice is improved: as few variables
-as must be are held at their ways, others in each round, and all others are chosen anew, exactly. The `gap` to
-the bound is known. Among equals the first way is taken.
+as must be are held at their ways, others in each round, and all others are chosen anew, exactly; where that
+ends far from the bound, from other choices too, and holding fewer. The `gap` to the bound is known. Among
+equals the first way is taken.
 """
 
 import heapq
@@ -32,7 +33,8 @@ ROUNDS = 30  # of improvement
 IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not; sweeps too
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
 HALVINGS = 12  # of the gap, within which fewer ways remain
-FINER = 16  # tables in these rounds are so many times smaller: more is held, and they are quicker
+STARTS = 8  # from which to look further, in tables of full size, where the gap is not small
+FINER = 16  # tables in these rounds are so many times smaller, as long as that finds what is near the bound
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,12 @@ def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
         if stuck:
             left = messages.within(price, best)
             best, exact = _among(core, left, best, bound, limit // FINER)
+            for start in [best, *choices[:-STARTS:-1]] if count <= FEW else []:
+                if exact or core.price(best) - bound <= SMALL * core.price(best):
+                    break
+                open_ = [np.union1d(ways, start[v]) for v, ways in enumerate(left)]
+                found, exact = _among(core, open_, start, bound, limit)
+                best = min(best, found, key=core.price)
             price, slow = core.price(best), 0
             if exact or sweep >= most or price >= known:
                 return best, price if exact else min(bound, price)
