@@ -70,7 +70,7 @@ test-browser: $(ENV)
 	PATH="$$(.ci/browser $(RUN)):$$PATH" $(RUN) -m pytest -rs -m browser tests/test_browser.py
 
 test-tpu: $(TPU_ENV)
-	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu $(ARGS) tests/test_tpu.py tests/test_benchmarks_tpu.py tests/test_passes_casts.py tests/test_lookups.py tests/test_zero_offload.py tests/test_zero_stacks.py tests/test_zero_by_cost.py
+	$(TPU_WITHOUT_TPU) $(TPU_RUN) -m pytest -m tpu $(ARGS) tests/test_tpu.py tests/test_benchmarks_tpu.py tests/test_passes_casts.py tests/test_passes_unrolled.py tests/test_lookups.py tests/test_zero_offload.py tests/test_zero_stacks.py tests/test_zero_by_cost.py
 
 lint: $(ENV)
 	$(RUN) -m ruff check
