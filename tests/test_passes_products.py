@@ -36,9 +36,8 @@ def test_a_product_and_its_gradients(dtype, inner):
     closed = jax.make_jaxpr(logits)(*args)
     suited = tpu.suited(closed)
     ranks, barriers = products(suited.jaxpr)
-    assert (
-        ranks == [(2, 2)] * 3 and barriers == 2
-    )  # x and the gradient of the logits, which two products read
+    assert ranks == [(2, 2)] * 3
+    assert barriers == 2  # of x and of the gradient of the logits, which two products read each
     got, want = (jax.jit(jaxpr_as_fun(each))(*args) for each in (suited, closed))
     for a, b in zip(got, want, strict=True):
         tol = 1e-5 if dtype == "float32" else 2e-2
@@ -60,6 +59,7 @@ def test_a_product_and_its_gradients(dtype, inner):
         ("bmsk,mn->bskn", (32, 5, 8, 3), (5, 3), None),  # not beside each other
         ("gbsm,gmn->gbsn", (2, 32, 8, 5), (2, 5, 3), None),  # by group
         ("bm,mn->bn", (32, 5), (5, 3), None),
+        ("bsm,mn->bsn", (32, 0, 5), (5, 3), (2, 2)),  # nothing
     ],
 )
 def test_which_products(spec, left, right, ranks):

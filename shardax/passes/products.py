@@ -5,7 +5,7 @@
 XLA's TPU compiler makes a convolution of a product whose rows have two dims, a window along the shorter one,
 and lays that one outermost. Where the shorter one is the inner one, all that is read and written is laid out
 so: s, then b by features, so that what an all_to_all or a gather of rows brings is copied row by row into
-another order, with code for each (a seventh of that of the embedding and the logits of GSPMD's 128B model).
+another order, with code for each (3.6 % of `--xla_jf_dump_llo_text` for the step of GSPMD's 128B model).
 As a matrix the rows stay in the order in which they are. It is undone by the compiler, which looks through
 reshapes, unless a barrier keeps it. Only where that is no copy: of rows that fill the tiles.
 """
@@ -78,15 +78,13 @@ def _as_matrix(x, dims: Dims):
 
 def _product(x, y, eqn, groups: tuple[Dims, Dims]):
     contracting, _ = eqn.params["dimension_numbers"]
-    dims = tuple(
-        [
-            tuple(
-                dict.fromkeys(
-                    d if not group or d < group[0] else max(group[0], d - len(group) + 1) for d in some
-                )
-            )
-            for some, group in zip(contracting, groups, strict=True)
-        ]
-    )
+    dims = tuple(map(_in_matrix, contracting, groups))
     params = {**eqn.params, "dimension_numbers": (dims, ((), ()))}
     return lax.reshape(lax.dot_general_p.bind(x, y, **params), eqn.outvars[0].aval.shape)
+
+
+def _in_matrix(contracting: Dims, rows: Dims) -> Dims:
+    """Where the dims that are summed over are, when the rows, these or others, are one dim."""
+    if not rows or contracting[0] < rows[0]:
+        return contracting
+    return rows[:1] if contracting == rows else tuple([d - len(rows) + 1 for d in contracting])

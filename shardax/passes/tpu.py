@@ -42,9 +42,9 @@ from jax.sharding import AbstractMesh, Mesh
 from shardax import _jax
 from shardax.graph.equations import equations_of
 from shardax.passes import casts, products, rows, torus, unrolled
+from shardax.passes.unrolled import SUBLANES
 
 LANES = 128
-SUBLANES = 8
 LARGE = 128 << 10  # bytes of a piece, next to which a trip of a loop is nothing
 LONG = 4096  # indices, from which on they are sorted; 2048 are not
 FEWEST = 256  # of them in a trip of a loop
