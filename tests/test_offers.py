@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardax as sx
+from shardax.partition.decisions import Decisions
 from tests.test_pipeline_random import random_decoder
 
 MESHES = (
@@ -38,7 +39,7 @@ def is_shape(x) -> bool:
     return isinstance(x, tuple)
 
 
-def prices(seed: int, offers: Sequence[bool | str] = OFFERS) -> list[float]:
+def choices(seed: int, offers: Sequence[bool | str] = OFFERS) -> list[Decisions]:
     """Of the train step of a random decoder, uneven sizes among them, under random specs, for each offer."""
     rng, decoder = random.Random(seed * 7919 + 13), random_decoder(seed)
     chip, sizes, times = rng.choice(CHIPS), rng.choice(MESHES), rng.choice([1, 1, 8])
@@ -63,14 +64,14 @@ def prices(seed: int, offers: Sequence[bool | str] = OFFERS) -> list[float]:
     for offer in offers:
         options = sx.Options(chip=chip, idle_axes=offer)
         jitted = sx.shard_jit(step, mesh=mesh, in_shardings=(specs, P(next(iter(sizes)))), options=options)
-        found.append(jitted.plan(params, text).decisions.price)
+        found.append(jitted.plan(params, text).decisions)
     return found
 
 
 def longer(seeds: Sequence[int]) -> Iterator[float]:
     """How many times as long those take that take longer."""
     for seed in seeds:
-        most, near, least = prices(seed)
+        most, near, least = [found.price for found in choices(seed)]
         ratio = max(most / min(near, least), near / least)
         if ratio > LITTLE:
             print(f"seed {seed}: {most / 1e6:.3f} us, near {near / 1e6:.3f}, as suggested {least / 1e6:.3f}")
@@ -84,10 +85,13 @@ def test_more_on_offer_takes_no_longer(seed):
 
 
 @pytest.mark.quick
-def test_a_choice_far_from_its_bound_is_looked_for_from_others():
-    """It was 22 % dearer than with less on offer, and 20 % above the bound."""
-    near, least = prices(138, ("near", False))
-    assert near <= LITTLE * least
+@pytest.mark.parametrize("seed, offer", [(113, False), (138, "near")])
+def test_what_messages_leave_open_is_found(seed, offer):
+    """These ended 22 and 19 % above the bound: the first is found from other choices, the second in tables in
+    which two copies with a thousand states have no room, but those of their ways that may be cheapest have.
+    """
+    (found,) = choices(seed, [offer])
+    assert found.gap <= (LITTLE - 1) * found.price
 
 
 @pytest.mark.slow

@@ -300,7 +300,7 @@ def repeating(problem: Problem, seed: int) -> tuple[Problem, Problem]:
     return short, full
 
 
-@pytest.mark.parametrize("limit", [8, 1 << 14])
+@pytest.mark.parametrize("limit", [8, 1 << 16])
 @pytest.mark.parametrize("seed", range(20))
 def test_ways_that_share_an_entry_change_nothing(seed, limit):
     """Neither price nor bound nor choice."""

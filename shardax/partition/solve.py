@@ -23,7 +23,7 @@ import numpy as np
 from shardax.partition.messages import Messages
 from shardax.partition.tables import Entries, Problem, Table, added, distinct, without
 
-LIMIT = 1 << 14  # entries of a table
+LIMIT = 1 << 16  # entries of a table
 NEARLY = 1e-6  # the share of the price up to which a gap is no reason to look further
 SLOW = 1e-2  # the share of the gap by which a sweep must raise the bound
 FUSED = 4  # sweeps between two times that the best mixture of the choices is found

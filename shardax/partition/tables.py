@@ -10,7 +10,7 @@ once. Prices are whole numbers, so sums are exact.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from shardax.graph.connected import connected
 
 CHUNK = 1 << 16  # entries of a sum of tables that is taken at once
+KEPT = 1 << 29  # bytes of the arrays that are kept to find equal ones
 
 Entries = np.ndarray | None
 """The entry of a table's dim that each way of its variable has; None, where each has its own."""
@@ -136,15 +137,35 @@ class Problem:
         return float(sum(table.of(ways) for table in self.tables))
 
 
-_interned: dict[tuple, np.ndarray] = {}
+class _Kept:
+    """What is known of tables, until their arrays take `KEPT` bytes. `arrays`: each by a hash of what is in
+    it; `sums`: what was left without a variable, by the tables and the places of their variables, with the
+    tables themselves, whose identities the keys hold."""
+
+    def __init__(self):
+        self.arrays: dict[Hashable, np.ndarray] = {}
+        self.sums: dict[Hashable, tuple[Table, Sequence[Table]]] = {}
+        self.nbytes = 0
+
+    def add(self, key: Hashable, array: np.ndarray) -> None:
+        if self.nbytes > KEPT:
+            self.arrays, self.sums, self.nbytes = {}, {}, 0
+        self.arrays[key] = array
+        self.nbytes += array.nbytes
+
+
+_kept = _Kept()
 
 
 def intern(prices: np.ndarray) -> np.ndarray:
     """The one array that is equal to this."""
-    if len(_interned) > 1 << 16:
-        _interned.clear()
-        _known.clear()
-    return _interned.setdefault((prices.shape, prices.dtype.char, prices.tobytes()), prices)
+    content = prices.tobytes()
+    key = prices.shape, prices.dtype.char, hash(content)
+    known = _kept.arrays.get(key)
+    if known is None or known.tobytes() != content:
+        _kept.add(key, prices)
+        return prices
+    return known
 
 
 def distinct(entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -173,11 +194,6 @@ def added(tables: Sequence[Table]) -> Table:
     return Table(tables[0].scope, intern(prices), tuple([shared[w] for w in tables[0].scope]))
 
 
-_known: dict[Any, tuple[Table, Sequence[Table]]] = {}
-"""What was left without a variable, by the tables and the places of their variables; the tables themselves,
-whose identities the keys hold."""
-
-
 def without(v: int, tables: Sequence[Table]) -> Table:
     """The least prices of the sum of tables, whatever the way of one variable is."""
     scope = sorted({w for table in tables for w in table.scope})
@@ -189,9 +205,9 @@ def without(v: int, tables: Sequence[Table]) -> Table:
         ]
     )
     key = parts, place[v]
-    if key not in _known:
-        _known[key] = _without(v, tables, scope), tables
-    known, _ = _known[key]
+    if key not in _kept.sums:
+        _kept.sums[key] = _without(v, tables, scope), tables
+    known, _ = _kept.sums[key]
     return Table(tuple([w for w in scope if w != v]), known.prices, known.entries)
 
 
