@@ -87,8 +87,8 @@ def test_more_on_offer_takes_no_longer(seed):
 @pytest.mark.quick
 @pytest.mark.parametrize("seed, offer", [(113, False), (138, "near")])
 def test_what_messages_leave_open_is_found(seed, offer):
-    """These ended 22 and 19 % above the bound: the first is found from other choices, the second in tables in
-    which two copies with a thousand states have no room, but those of their ways that may be cheapest have.
+    """These ended 22 and 19 % above the bound. The first is found among the ways near the bound, the second in
+    tables in which two copies with a thousand states have no room, but those that messages leave have.
     """
     (found,) = choices(seed, [offer])
     assert found.gap <= (LITTLE - 1) * found.price

@@ -6,9 +6,9 @@ neighbours' ways, the least price; that is one more table, over the neighbours. 
 (`messages.py`) give a lower bound and propose choices, of which the best mixture is taken now and then: ways
 with which any choice costs more than that one are left out, and the bound rises faster among the others. Most
 programs end with no gap so. Where the bound hardly rises any more, the choice is improved: as few variables
-as must be are held at their ways, others in each round, and all others are chosen anew, exactly; where that
-ends far from the bound, from other choices too, and holding fewer. The `gap` to the bound is known. Among
-equals the first way is taken.
+as must be are held at their ways, others in each round, and all others are chosen anew, exactly: first among
+the ways with which a choice may cost little more than the bound, then among more and more. The `gap` to the
+bound is known. Among equals the first way is taken.
 """
 
 import heapq
@@ -33,7 +33,8 @@ ROUNDS = 30  # of improvement
 IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and where it is not; sweeps too
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
 HALVINGS = 12  # of the gap, within which fewer ways remain
-STARTS = 8  # from which to look further, in tables of full size, where the gap is not small
+WIDEST = 4  # of these halvings, within which the choice is improved: most ways are within fewer
+OPEN = 2e-3  # the share of the price up to which a gap does not repay that
 FINER = 16  # tables in these rounds are so many times smaller, as long as that finds what is near the bound
 
 
@@ -119,14 +120,9 @@ def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
         if price - bound <= NEARLY * price < math.inf:
             return best, min(bound, price)
         if stuck:
-            left = messages.within(price, best)
+            best = _widened(core, messages, best, halvings, limit)
+            left = messages.within(core.price(best), best)
             best, exact = _among(core, left, best, bound, limit // FINER)
-            for start in [best, *choices[:-STARTS:-1]] if count <= FEW else []:
-                if exact or core.price(best) - bound <= SMALL * core.price(best):
-                    break
-                open_ = [np.union1d(ways, start[v]) for v, ways in enumerate(left)]
-                found, exact = _among(core, open_, start, bound, limit)
-                best = min(best, found, key=core.price)
             price, slow = core.price(best), 0
             if exact or sweep >= most or price >= known:
                 return best, price if exact else min(bound, price)
@@ -150,6 +146,22 @@ def cheapest_within(
             found, _ = _among(core, ways, best, -math.inf, limit)
             return found, min(most, core.price(found))
     return best, messages.bound
+
+
+def _widened(core: Problem, messages: Messages, best: list[int], halvings: int, limit: int) -> list[int]:
+    """A choice that costs no more than `best`, improved among the ways with which one may cost little more
+    than the bound, then among those with which one may cost twice as much more, and so on. The fewer these
+    are, the fewer variables must be held; and the bound rises near the optimum before a choice is found that
+    does not cost much more.
+    """
+    gap = core.price(best) - messages.bound
+    for halved in range(halvings, WIDEST - 1, -1):
+        price = core.price(best)
+        if price - messages.bound <= OPEN * price:
+            break
+        ways = messages.within(messages.bound + gap / 2**halved, best)
+        best, _ = _among(core, ways, best, messages.bound, limit, 1)
+    return best
 
 
 def _contracted(problem: Problem) -> tuple[Problem, list[tuple[int, np.ndarray]]]:
