@@ -46,7 +46,7 @@ from shardax.spmd_rules.registry import RULES, Entry, Local, replicated_rule, ru
 from shardax.spmd_rules.rule import Factors
 
 MOST, FEWEST = 96, 16  # ways of a node: in small programs, and in large ones
-ENOUGH = 16000  # ways of all nodes of a program
+ENOUGH, MORE = 16000, 6000  # ways of all nodes of a small program; of a large one, beside the fewest of each
 ALIKE = 3  # ways with the same results, before others
 _SMALL = 64  # what is small costs so many times less
 _MASKED = 1.0  # picoseconds of a constant that but one device adds: none of equals has it
@@ -481,7 +481,8 @@ def lengths(graph: Graph) -> dict[Node, int]:
         within = [
             inner for node in nodes for inner in (node, *(n for body in node.bodies for n in body.walk()))
         ]
-        found.update(dict.fromkeys(within, max(FEWEST, min(MOST, ENOUGH // len(within)))))
+        each = max(ENOUGH // len(within), FEWEST + MORE // len(within))
+        found.update(dict.fromkeys(within, min(MOST, each)))
     return found
 
 
