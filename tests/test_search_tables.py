@@ -146,6 +146,28 @@ def test_what_is_left_without_a_variable():
         np.testing.assert_array_equal(np.broadcast_to(left.prices.reshape(shape), wanted.shape), wanted)
 
 
+def test_what_is_kept_of_tables_is_limited(monkeypatch):
+    """Equal arrays are one object as long as they are kept; what is chosen is the same without."""
+    problems = [random_problem(seed, 7, 5, 14) for seed in range(10)]
+    wanted = [solve(problem) for problem in problems]
+    monkeypatch.setattr(tables, "_kept", tables._Kept())
+    monkeypatch.setattr(tables, "KEPT", 2000)
+    for problem, found in zip(problems, wanted, strict=True):
+        assert solve(problem) == found
+        kept = [array.nbytes for array in tables._kept.arrays.values()]
+        assert 0 < sum(kept) <= 2000 + max(kept)
+    array = np.arange(3.0)
+    assert tables.intern(array.copy()) is tables.intern(array)
+
+
+def test_tables_with_one_hash_are_told_apart(monkeypatch):
+    problems = [random_problem(seed, 7, 5, 14) for seed in range(10)]
+    wanted = [solve(problem) for problem in problems]
+    monkeypatch.setattr(tables, "_kept", tables._Kept())
+    monkeypatch.setattr(tables, "hash", lambda content: 0, raising=False)
+    assert [solve(problem) for problem in problems] == wanted
+
+
 def test_ties_are_broken_by_the_order_of_ways():
     problem = Problem()
     a, b = problem.variable(3), problem.variable(3)

@@ -205,10 +205,10 @@ def without(v: int, tables: Sequence[Table]) -> Table:
         ]
     )
     key = parts, place[v]
-    if key not in _kept.sums:
-        _kept.sums[key] = _without(v, tables, scope), tables
-    known, _ = _kept.sums[key]
-    return Table(tuple([w for w in scope if w != v]), known.prices, known.entries)
+    found = _kept.sums.get(key)
+    if found is None:
+        found = _kept.sums[key] = _without(v, tables, scope), tables
+    return Table(tuple([w for w in scope if w != v]), found[0].prices, found[0].entries)
 
 
 def _without(v: int, tables: Sequence[Table], scope: Sequence[int]) -> Table:
