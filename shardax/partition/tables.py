@@ -19,7 +19,7 @@ import numpy as np
 from shardax.graph.connected import connected
 
 CHUNK = 1 << 16  # entries of a sum of tables that is taken at once
-KEPT = 1 << 29  # bytes of the arrays that are kept to find equal ones
+KEPT = 1 << 30  # bytes of the arrays that are kept to find equal ones
 
 Entries = np.ndarray | None
 """The entry of a table's dim that each way of its variable has; None, where each has its own."""
