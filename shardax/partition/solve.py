@@ -34,7 +34,7 @@ IDLE, PATIENT = 2, 6  # that many with little gain, where the gap is small, and 
 LITTLE, SMALL = 1e-4, 0.1  # shares of the price
 HALVINGS = 12  # of the gap, within which fewer ways remain
 WIDEST = 4  # of these halvings, within which the choice is improved: most ways are within fewer
-WIDE = 10_000  # ways in all, more of which do not repay that: a tenth of a second for each halving
+WIDE = 10_000  # ways in all, more of which take longer than that gains
 FINER = 16  # tables in these rounds are so many times smaller, as long as that finds what is near the bound
 
 
@@ -159,7 +159,7 @@ def _widened(core: Problem, messages: Messages, best: list[int], halvings: int, 
         ways = messages.within(messages.bound + gap / 2**halved, best)
         if sum(map(len, ways)) > WIDE:
             break
-        best, _ = _among(core, ways, best, messages.bound, limit, 1)
+        best, _ = _among(core, ways, best, messages.bound, limit, IDLE)
     return best
 
 
