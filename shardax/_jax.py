@@ -607,7 +607,7 @@ def recorded(run, args) -> tuple[list[Any], Recording | None]:
     trace, info, ctx = core.trace_ctx.trace, source_info_util.current(), core.JaxprEqnContext()
     first, depth = len(trace.frame.tracing_eqns), len(info.name_stack.stack)
     results = list(run())
-    number: dict[Any, int] = {}
+    number, everywhere = dict[Any, int](), set[Any]()
     for i, x in enumerate(args):
         number.setdefault(x.val, i)
     count, staged = len(args), []
@@ -617,17 +617,28 @@ def recorded(run, args) -> tuple[list[Any], Recording | None]:
             continue
         if eqn.ctx is not ctx or not _is_plain(eqn, info):
             return results, None
-        if any(_is_variable(trace, x) and x.val not in number for x in eqn.in_tracers):
+        known = (x.val in number or x.val in everywhere for x in eqn.in_tracers if _is_variable(trace, x))
+        if not all(known):
             return results, None
         operands = tuple(x if is_literal(x.val) else number.get(x.val, x) for x in eqn.in_tracers)
+        if _is_place(eqn) and not any(type(x) is int for x in operands):
+            everywhere.update(eqn.outvars)
+            continue
         types, scopes = tuple(v.aval for v in eqn.outvars), eqn.source_info.name_stack.stack[depth:]
         staged.append(_Staged(eqn.primitive, eqn.params, operands, types, eqn.effects, scopes))
         number.update(zip(eqn.outvars, range(count, count + len(types)), strict=True))
         count += len(types)
-    returned = tuple((number[x.val], None) if stages_each([x]) else (None, x) for x in results)
+    numbers = [number.get(x.val) if stages_each([x]) else None for x in results]
+    returned = tuple((n, x if n is None else None) for n, x in zip(numbers, results, strict=True))
     scopes = tuple({id(scope): scope for eqn in staged for scope in eqn.scopes}.values())
     noted = tuple(scope for scope in scopes if type(scope.name) is not str)
     return results, Recording(tuple(staged), returned, source_info_util.NameStack(scopes), noted)
+
+
+def _is_place(eqn) -> bool:
+    """Whether an equation makes numbers only, such as where a device is, and sends nothing for that."""
+    is_local = not eqn.effects or eqn.primitive is jax.lax.axis_index_p
+    return is_local and all(not getattr(v.aval, "size", 2) > 1 for v in eqn.outvars)
 
 
 def _is_plain(eqn, info) -> bool:

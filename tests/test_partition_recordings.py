@@ -1,5 +1,6 @@
 """recordings: what is staged again is what would have been traced, on each node's own line."""
 
+import itertools
 from unittest import mock
 
 import jax
@@ -41,35 +42,52 @@ def looped(x, weights):
 
 def described(jaxpr, arguments: int | None = None) -> list:
     """What it says of each equation: its variables by number, and where it comes from. Of constants, which
-    come in before its arguments, those of one type are taken for equal: what is staged again shares them.
+    come in before its arguments, those of one type are taken for equal: what is staged again shares them. So
+    are the numbers that are made of nothing else, as of the device's place, by what they are made of.
     """
     count = len(jaxpr.invars) - (len(jaxpr.invars) if arguments is None else arguments)
     numbers: dict = {v: f"constant {v.aval}" for v in jaxpr.invars[:count]}
+    made = itertools.count(len(jaxpr.invars) - count)
+    numbers |= {v: i for i, v in enumerate(jaxpr.invars[count:])}
 
     def number(atom):
         return (
             (str(atom.aval), str(atom.val))
             if _jax.is_literal(atom)
-            else numbers.setdefault(atom, len(numbers) - count)
+            else numbers[atom]
+            if atom in numbers
+            else numbers.setdefault(atom, next(made))
         )
 
     def param(value):
         return described(_jax.closed(value).jaxpr) if _jax.is_jaxpr(value) else str(value)
 
-    return [
-        (
-            eqn.primitive.name,
-            [number(v) for v in eqn.invars],
-            [(number(v), str(v.aval)) for v in eqn.outvars],
-            {name: param(value) for name, value in eqn.params.items()},
-            _jax.user_line(eqn.source_info),
-            str(eqn.source_info.name_stack),
-            _jax.innermost_mark(eqn.source_info.name_stack).node.line,
-            str(eqn.effects),
-            eqn.ctx,
+    def is_place(eqn) -> bool:
+        """Whether it makes a number of nothing but others: what is staged again shares them."""
+        operands = [number(v) for v in eqn.invars if not _jax.is_literal(v)]
+        return eqn.outvars[0].aval.size <= 1 and all(str(x).startswith("constant") for x in operands)
+
+    found = []
+    for eqn in jaxpr.eqns:
+        params = {name: param(value) for name, value in eqn.params.items()}
+        if is_place(eqn):
+            what = f"constant {eqn.primitive.name} {[number(v) for v in eqn.invars]} {params}"
+            numbers[eqn.outvars[0]] = what
+            continue
+        found.append(
+            (
+                eqn.primitive.name,
+                [number(v) for v in eqn.invars],
+                [(number(v), str(v.aval)) for v in eqn.outvars],
+                params,
+                _jax.user_line(eqn.source_info),
+                str(eqn.source_info.name_stack),
+                _jax.innermost_mark(eqn.source_info.name_stack).node.line,
+                str(eqn.effects),
+                eqn.ctx,
+            )
         )
-        for eqn in jaxpr.eqns
-    ]
+    return found
 
 
 def traced_each_time(self, kind, function, shards):
@@ -109,6 +127,25 @@ def run_twice(function, *args) -> tuple[list[str], int]:
 
 
 X = np.ones(3, "float32")
+
+
+def test_where_a_device_is_is_found_once():
+    """What is made of no operand, if it is a number, is there already. A sum over devices is sent again."""
+
+    def function(xs):
+        total = lax.psum(np.float32(1), "x")
+        place = lax.mul(lax.axis_index("x"), np.int32(3))
+        return [xs[0] * total, lax.dynamic_slice(xs[0], [place], [1]), place]
+
+    def twice(x):
+        recordings = Recordings()
+        with source_info_util.user_context(LINE):
+            return [recordings.run("kind", function, [x]) for _ in range(2)]
+
+    jaxpr = jax.make_jaxpr(twice, axis_env=[("x", 2)])(X).jaxpr
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    assert names.count("axis_index") == 1 and names.count("dynamic_slice") == 2
+    assert jaxpr.outvars[2] is jaxpr.outvars[5]
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def layers(a, *weights):
 def test_alike_layers_run_alike_on_values_of_their_own():
     search = laid_out(graph(layers, *[(16, 16)] * 9), [P("x"), *[P(None, "y")] * 8])
     found = [(node, step) for node, step in chosen(search).pairs() if node.name == "scan"]
-    twins = [(node, step) for node, step in found if search.patterns.twin(node)]
+    twins = [(node, step) for node, step in found if node in search.twins]
     texts = {str(step.bodies[0]) for _, step in twins}
     assert len(twins) > 2 and len(texts) == len({step.operands for _, step in twins}) == 1
     assert all(step.bodies[0].graph is node.bodies[0] for node, step in found)

@@ -85,14 +85,6 @@ class Completion:
     def _line(self, name: str, value: Value, indent: str) -> str:
         return f"{indent}{name:<20} {array_text(value.aval):<14} {self.sharding(value)}"
 
-    @property
-    def block_of(self) -> list[Block]:
-        """The block of each node of the program."""
-        of: dict[int, Block] = {}
-        for block in self.blocks:
-            of.update(dict.fromkeys(block.items, block))
-        return [of[i] for i in range(self.items.count)]
-
     def sharding_key(self, block: Block) -> tuple[int, ...]:
         """A key that is equal for alike blocks in which every value has the same sharding."""
         return tuple(map(id, map(self.shardings.__getitem__, block.values)))
@@ -151,7 +143,7 @@ class Items:
     donated argument.
     """
 
-    def __init__(self, graph: Graph, notes: Notes):
+    def __init__(self, graph: Graph, notes: Notes, reuse: bool):
         self.node_classes = node_classes = NodeClasses()
         self.nodes: list[Node] = list(graph.nodes)
         self.count = len(self.nodes)
@@ -164,6 +156,8 @@ class Items:
             pairs.append((node_class, values))
         self.classes: list[NodeClass] = [node_class for node_class, _ in pairs]
         self.values: list[list[Value]] = [values for _, values in pairs]
+        numbers, rest = [node_class.number for node_class in self.classes], [REST] * len(pairs)
+        self.groups = groups(numbers, self.tensors(), set(graph.inputs)) if reuse else rest
 
     def tensors(self) -> list[Sequence[Value]]:
         return [
@@ -184,8 +178,8 @@ def complete(
         same.
     """
     notes = list(annotations.among(graph.walk()))
-    cells, items = Cells(sizes), Items(graph, notes)
-    blocks = _blocks(items, graph, cells, reuse)
+    cells, items = Cells(sizes), Items(graph, notes, reuse)
+    blocks = _blocks(items, cells)
     homes = _Homes(blocks)
     done = Completion(graph, sizes, items, blocks, homes, notes, _resting(graph, arguments, notes, sizes))
     requests = list(_requests(graph, done))
@@ -269,12 +263,11 @@ class _Homes(Mapping):
         return len(self.home)
 
 
-def _blocks(items: Items, graph: Graph, cells: Cells, reuse: bool) -> list[Block]:
+def _blocks(items: Items, cells: Cells) -> list[Block]:
     """The blocks of a program: those that have equals, and one of all the rest."""
     numbers = [node_class.number for node_class in items.classes]
-    of = groups(numbers, items.tensors(), set(graph.inputs)) if reuse else [REST] * len(numbers)
     members: dict[int, list[int]] = {}
-    for i, block in enumerate(of):
+    for i, block in enumerate(items.groups):
         members.setdefault(block, []).append(i)
     parts = [_Part(members[block], items, numbers) for block in sorted(members) if block != REST]
     counts = Counter(part.wiring for part in parts)

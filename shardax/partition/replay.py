@@ -49,7 +49,7 @@ class Replay:
 
     def node(self, node: Node) -> Decision:
         if node.bodies:
-            twin = self.search.patterns.twin(node)
+            twin = self.search.twins.get(node)
             return self.as_twin(node, twin) if twin else _STRUCTURED[node.name](self, node)
         if node in self.search.apart:
             return self.together(node, [site.chosen for site in self.search.apart[node]])

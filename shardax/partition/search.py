@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from shardax.completion.blocks import Block
 from shardax.completion.complete import Completion
 from shardax.cost import noted
 from shardax.cost.network import network_of
@@ -29,6 +28,7 @@ from shardax.partition.ports import Ports, iteration_splits, lay_out
 from shardax.partition.sites import Layouts, Site, Way, sums_left
 from shardax.partition.solve import Solution, solve
 from shardax.partition.tables import Problem
+from shardax.partition.twins import twins
 from shardax.reshard import paths
 from shardax.sharding import AxisSizes, Layout, replicated_layout, trivial_axes
 from shardax.spmd_rules.registry import RULES, Split
@@ -93,7 +93,7 @@ class Search:
         self.anywhere: set[Value] = set()
         self.times: dict[Value, int] = {}
         self.reading: list[tuple[Value, Site, int]] = []
-        self.patterns = _Patterns(completion)
+        self.twins = twins(completion, self.said_of)
         self.whole_sums = False
         self.open_carries: dict[Site, tuple[Hashable, frozenset[str], bool]] = {}
         self.left: dict[Hashable, Layouts] = {}
@@ -128,7 +128,7 @@ class Search:
         """Lays out a graph whose inputs are made already."""
         self.scope.update(dict.fromkeys(graph.inputs, runs))
         for node in graph.nodes:
-            twin = self.patterns.twin(node)
+            twin = self.twins.get(node)
             if twin is None:
                 self.add_node(node, runs, hidden)
             else:
@@ -261,7 +261,18 @@ class Search:
             dict.fromkeys([*self.layouts[result], *(lay for lay in back if lay.pending)])
         )
 
-    # What is known of values
+    # What is known of nodes and values
+
+    def said_of(self, node: Node) -> Hashable:
+        """What the user says of a node, or of what is in its bodies, that its class does not tell."""
+        if not self.allowed and not node.bodies:
+            return None
+        return tuple(
+            [
+                (noted.keeps_whole_sums(each.scope), self.allowed and self.allowed(each.name, each.line))
+                for each in _inside(node)
+            ]
+        )
 
     def root_of(self, value: Value, user_requested: bool = False) -> Value:
         root = self.root.get(value, value)
@@ -615,25 +626,3 @@ def _apart(node: Node, factors: Factors | None) -> list[Node]:
     if sum(map(len, each)) > len(set().union(*each)):
         return []
     return [replace(node, inputs=[v], outputs=[made]) for v, made in pairs]
-
-
-class _Patterns:
-    """Finds for a node in one of several alike blocks its twin: of the nodes at the same place in the others
-    the first in program order. The first block and the last have none, for their neighbours are others: in a
-    train step the last is the first that is differentiated.
-    """
-
-    def __init__(self, completion: Completion):
-        blocks: dict[Hashable, list[Block]] = {}
-        for block in completion.blocks:
-            blocks.setdefault((block.pattern, completion.sharding_key(block)), []).append(block)
-        self.twins: dict[Node, Node] = {}
-        nodes, count = completion.items.nodes, completion.items.count
-        for alike in blocks.values():
-            _, *inner, _ = sorted(alike, key=lambda block: min(block.items)) if len(alike) > 3 else (0, 0)
-            for at_place in zip(*(block.items for block in inner), strict=True):
-                first, *others = sorted(item for item in at_place if item < count) or (0,)
-                self.twins.update((nodes[item], nodes[first]) for item in others)
-
-    def twin(self, node: Node) -> Node | None:
-        return self.twins.get(node)
