@@ -56,7 +56,7 @@ def test_prices_stay_what_they_are_when_there_are_more_layouts():
     paths._frame.cache_clear(), paths._frame_of.cache_clear(), reach.skeleton.cache_clear()
     paths._price.cache_clear()
     first = [paths.price(*pair, shape, 4, network) for pair in several]
-    for forget in (paths._price, reach._grid, reach._steps, reach._from):
+    for forget in (paths._price, reach._grid, reach._steps, reach._from, reach._from_all):
         forget.cache_clear()
     assert first == [paths.price(*pair, shape, 4, network) for pair in several]
     assert first == [paths.plan(*pair, shape, 4, network).price for pair in several]

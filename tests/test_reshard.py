@@ -699,7 +699,7 @@ def test_what_a_reshard_costs_does_not_depend_on_which_of_alike_axes_are_where(s
             )
             prices.add(paths.price(first, last, shape, 4, network))
             prices.add(paths.plan(first, last, shape, 4, network).price)
-            searched.add(sum(f.cache_info().misses for f in (reach._steps, reach._from)))
+            searched.add(sum(f.cache_info().misses for f in (reach._steps, reach._from, reach._from_all)))
         assert len(prices) == 1
         assert len(searched) <= 2, "paths of axes that cost alike are looked for again"
 
@@ -724,6 +724,7 @@ def test_prices_stay_what_they_are_when_spaces_are_forgotten():
         paths._scale,
         paths._price,
         reach._from,
+        reach._from_all,
         reach._steps,
         reach._grid,
         reach.skeleton,

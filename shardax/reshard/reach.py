@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from threading import RLock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csgraph, csr_array
@@ -318,7 +318,7 @@ class Priced:
             if start[0] not in self.row_of or end[0] not in self.row_of:
                 self._renew()
             source, target = self._number(start), self._number(end)
-            prices = _from(source, self, self.version) if self.all is None else self.all[source]
+            prices = _from(source, *self._known()) if self.all is None else self.all[source]
             return float(prices[target])
 
     def _place(self, state: State) -> tuple[int, int]:
@@ -341,25 +341,35 @@ class Priced:
         self.version = self.skeleton.version
         grid = _grid(self.skeleton, self.version, self.lengths, self.paddings)
         self.numbers, self.row_of = grid.number, grid.place
-        self.all = csgraph.dijkstra(_steps(self, self.version)) if grid.count <= FEW else None
+        self.all = _from_all(*self._known()) if grid.count <= FEW else None
+
+    def _known(self) -> tuple[Any, ...]:
+        """All that decides prices, which values share that differ by the order of their dims."""
+        return self.skeleton, self.version, self.lengths, self.paddings, self.itemsize, self.stretch
 
 
 @lru_cache(maxsize=1 << 8)
-def _steps(value: Priced, version: int) -> csr_array:
+def _steps(skeleton: Skeleton, version: int, lengths, paddings, itemsize: int, stretch: int) -> csr_array:
     """All steps, with their prices."""
-    grid = _grid(value.skeleton, version, value.lengths, value.paddings)
+    grid = _grid(skeleton, version, lengths, paddings)
     way, times, part, whole = grid.sent
-    elements, itemsize = grid.elements, value.itemsize
+    elements = grid.elements
     if int(elements.max(initial=0)) * int(part.max(initial=0)) * itemsize >= 1 << 62:
         elements = elements.astype(object)
     nbytes = (-(-elements * part * itemsize // whole)).astype(float)
-    minor = np.where(grid.minor < 0, -1, grid.minor * value.stretch)
-    each = value.skeleton.space.network.collectives(tuple(value.skeleton.ways), way, nbytes, minor)
+    minor = np.where(grid.minor < 0, -1, grid.minor * stretch)
+    each = skeleton.space.network.collectives(tuple(skeleton.ways), way, nbytes, minor)
     prices = np.bincount(grid.step, times * each, len(grid.after))
     return csr_array((prices, grid.after, grid.row_ends), shape=(grid.count, grid.count))
 
 
+@lru_cache(maxsize=1 << 10)  # of up to four thousand numbers each
+def _from_all(*known) -> np.ndarray:
+    """The prices of the ways between all layouts, where they are few."""
+    return csgraph.dijkstra(_steps(*known))
+
+
 @lru_cache(maxsize=1 << 12)
-def _from(source: int, value: Priced, version: int) -> np.ndarray:
+def _from(source: int, *known) -> np.ndarray:
     """The prices of the ways from one layout to all others."""
-    return csgraph.dijkstra(_steps(value, version), indices=source)
+    return csgraph.dijkstra(_steps(*known), indices=source)
