@@ -4,6 +4,7 @@ decisions.
 
 from collections import Counter
 from functools import partial
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +24,10 @@ from models.steps import State, adamw, make_init, make_step
 from shardax import _jax
 from shardax.completion.complete import Completion, complete
 from shardax.graph import inline
-from shardax.graph.graph import Graph
+from shardax.graph.graph import Graph, Node
+from shardax.partition import search
 from shardax.partition.choose import choose
+from shardax.partition.twins import twins
 from shardax.sharding import Layout, at_rest
 from shardax.trace import Request, trace
 
@@ -236,17 +239,63 @@ def test_the_same_plan(name):
 
 
 @pytest.mark.not_quick
-@pytest.mark.parametrize("f", [scanned_attention, branches])
-def test_layers_with_loops_compute_the_same(f):
+@pytest.mark.parametrize(
+    "f, spec", [(scanned_attention, (P(None, "model"), P("model"))), (branches, (None, None))]
+)
+def test_layers_with_loops_compute_the_same(f, spec):
     """What was decided for one layer's loop runs the others', on their own weights."""
-    mesh = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2)
-    keys = jax.random.split(jax.random.key(0), 5)
-    weights = [(jax.random.normal(k, (16, 64)) / 4, jax.random.normal(k, (64, 16)) / 8) for k in keys[:4]]
-    x = jax.random.normal(keys[4], (8, 16))
-    sharded = sx.shard_jit(f, mesh=mesh, in_shardings=([(P(None, "model"), P("model"))] * 4, P("data")))
+    mesh, count = jax.make_mesh(tuple(SIZES.values()), tuple(SIZES), axis_types=(AxisType.Auto,) * 2), 6
+    keys = jax.random.split(jax.random.key(0), count + 1)
+    weights = [(jax.random.normal(k, (16, 64)) / 4, jax.random.normal(k, (64, 16)) / 8) for k in keys[1:]]
+    x = jax.random.normal(keys[0], (8, 16))
+    specs = [spec] * count, P("data")
     with jax.set_mesh(mesh):
         want = jax.jit(f)(jax.device_get(weights), jax.device_get(x))
-    np.testing.assert_allclose(sharded(weights, x), want, rtol=1e-4, atol=1e-4)
+        made = program(f, (weights, x), specs)
+    of = twins(complete(made, [None] * len(made.inputs), SIZES))
+    assert len({node for node in of if node.bodies}) >= 2
+    np.testing.assert_allclose(
+        sx.shard_jit(f, mesh=mesh, in_shardings=specs)(weights, x), want, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.not_quick
+@pytest.mark.mixed_dtypes
+def test_layers_in_the_order_of_their_names_compute_the_same():
+    """Adam goes over the 11th layer before the third: all but the outer ones run as one, for two steps."""
+    mesh, count = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3), 11
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+    def loss(params, x):
+        for i in range(count):
+            layer = params[f"layer_{i}"]
+            x = x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
+        return (x**2).mean()
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    rng = np.random.default_rng(0)
+    shapes = {"up": (10, 13), "bias": (13,), "down": (13, 10)}
+    params = {
+        f"layer_{i}": {name: rng.normal(size=shape).astype("float32") / 4 for name, shape in shapes.items()}
+        for i in range(count)
+    }
+    x, state = rng.normal(size=(9, 10)).astype("float32"), tx.init(params)
+    layer = {"up": P("a", "b"), "bias": P("b"), "down": P(("b", "c"))}
+    specs = dict.fromkeys(params, layer), None, P(("a", "c"))
+    sharded, plain = sx.shard_jit(step, mesh=mesh, in_shardings=specs), jax.jit(step)
+    of = dict[Node, Node]()
+    with mock.patch.object(search, "twins", lambda *args: of.update(twins(*args)) or of):
+        found, wanted = sharded(params, state, x), plain(params, state, x)
+    # apart are the outer ones and the second, since the first gives no gradient of the batch
+    assert set(Counter(map(id, of.values())).values()) == {count - 4}
+    for _ in range(2):
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+        found, wanted = sharded(*found[:2], x), plain(*wanted[:2], x)
 
 
 def test_more_layers_are_no_more_to_complete():
