@@ -129,6 +129,19 @@ def run_twice(function, *args) -> tuple[list[str], int]:
 X = np.ones(3, "float32")
 
 
+def test_what_is_another_value_each_time_is_made_each_time():
+    """Though it is a number, and made of no operand but constants."""
+
+    def drawn(x):
+        return x * lax.rng_uniform(np.float32(0), np.float32(1), shape=()) + lax.rng_uniform(
+            np.float32(0), np.float32(1), shape=()
+        )
+
+    jaxpr = emitted(chosen(laid_out(graph(drawn, (8, 6)), [P("x")]))).jaxpr
+    (local,) = [eqn.params["jaxpr"] for eqn in jaxpr.eqns] if len(jaxpr.eqns) == 1 else [jaxpr]
+    assert [eqn.primitive.name for eqn in _jax.closed(local).jaxpr.eqns].count("rng_uniform") == 2
+
+
 def test_where_a_device_is_is_found_once():
     """What is made of no operand, if it is a number, is there already. A sum over devices is sent again."""
 

@@ -71,6 +71,20 @@ def test_what_is_said_of_nodes_counts():
     assert one in twins(known) and one not in twins(known, lambda node: node is one)
 
 
+def test_to_read_one_value_twice_is_another_thing():
+    """As in one layer the square of an argument, in the others a product of two."""
+
+    def products(x, *weights):
+        for i, (a, b) in enumerate(zip(weights[::2], weights[1::2], strict=True)):
+            x = x + jnp.tanh(x @ (a * (a if i == 4 else b)))
+        return x
+
+    program = graph(products, (8, 16), *[(16, 16)] * 18)
+    of = found(program, [P("x"), *[P()] * 18])
+    square = next(node for node in program.nodes if node.name == "mul" and len(set(node.inputs)) == 1)
+    assert square not in of and len(of) > 8 and square not in of.values()
+
+
 def test_two_are_not_worth_it():
     assert not found(graph(stack, (8, 16), *layers(4)), [P("x"), *specs(4)])
     assert found(graph(stack, (8, 16), *layers(5)), [P("x"), *specs(5)])

@@ -165,11 +165,15 @@ class Emitter:
     def run_local(self, node: Node, decision: Decision, shards: Sequence[Any]) -> list[Any]:
         entry, factors = decision.entry, decision.factors
         assert entry and factors
+
+        def run(shards: Sequence[Any]) -> list[Any]:
+            return run_local(entry, decision.local(node, self.sizes), factors, shards)
+
+        if entry.anew:
+            return run(shards)
         layouts, splits = (decision.operands, decision.results), tuple(decision.splits.items())
         kind = self.classes.of(node)[0].number, id(entry), layouts, splits
-        return self.recordings.run(
-            kind, lambda shards: run_local(entry, decision.local(node, self.sizes), factors, shards), shards
-        )
+        return self.recordings.run(kind, run, shards)
 
     def read(self, value: Value, reshard: Reshard, reader: Reader):
         """The shard of a value in the layout of `reshard`, resharded unless it has that layout already."""

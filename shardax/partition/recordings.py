@@ -15,8 +15,8 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class Recordings:
-    """Those of one trace. What has a cause is not recorded, as that tells of one node; see also
-    `_jax.recorded`."""
+    """Those of one trace, of functions that make equal values of equal operands. What has a cause is not
+    recorded, as that tells of one node; see also `_jax.recorded`."""
 
     def __init__(self):
         self.known: dict[Hashable, _jax.Recording | None] = {}

@@ -40,8 +40,8 @@ def twins(completion: Completion, said: Callable[[Node], Hashable] = lambda node
 
 
 class _Colors:
-    """Those of the nodes of a program. `ends`: who makes a value, who reads it, and as which of its results
-    and operands. Values without dims do not count: there is little to choose for them."""
+    """Those of the nodes of a program. `inside`, `across`: who reads what of whom in one part, and of another
+    one. Values without dims do not count: there is little to choose for them."""
 
     def __init__(self, completion: Completion, groups: np.ndarray, said: Callable[[Node], Hashable]):
         numbers: dict[Hashable, int] = {}
@@ -94,7 +94,8 @@ def _keys(completion: Completion, said: Callable[[Node], Hashable]) -> Iterator[
     for node, node_class, values in zip(
         items.nodes[: items.count], items.classes, items.values, strict=False
     ):
-        yield node_class.number, tuple(map(number, values)), said(node)
+        same = tuple(map(node.inputs.index, node.inputs))
+        yield node_class.number, same, tuple(map(number, values)), said(node)
 
 
 def _reads(completion: Completion) -> Iterator[tuple[int, int, int]]:
