@@ -156,8 +156,9 @@ class Items:
             pairs.append((node_class, values))
         self.classes: list[NodeClass] = [node_class for node_class, _ in pairs]
         self.values: list[list[Value]] = [values for _, values in pairs]
-        numbers, rest = [node_class.number for node_class in self.classes], [REST] * len(pairs)
-        self.groups = groups(numbers, self.tensors(), set(graph.inputs)) if reuse else rest
+        self.numbers = [node_class.number for node_class in self.classes]
+        rest = [REST] * len(pairs)
+        self.groups = groups(self.numbers, self.tensors(), set(graph.inputs)) if reuse else rest
 
     def tensors(self) -> list[Sequence[Value]]:
         return [
@@ -265,8 +266,7 @@ class _Homes(Mapping):
 
 def _blocks(items: Items, cells: Cells) -> list[Block]:
     """The blocks of a program: those that have equals, and one of all the rest."""
-    numbers = [node_class.number for node_class in items.classes]
-    members: dict[int, list[int]] = {}
+    numbers, members = items.numbers, dict[int, list[int]]()
     for i, block in enumerate(items.groups):
         members.setdefault(block, []).append(i)
     parts = [_Part(members[block], items, numbers) for block in sorted(members) if block != REST]

@@ -91,11 +91,9 @@ def _keys(completion: Completion, said: Callable[[Node], Hashable]) -> Iterator[
             number_of[id(sharding)] = numbers.setdefault(sharding, len(numbers))
         return number_of[id(sharding)]
 
-    for node, node_class, values in zip(
-        items.nodes[: items.count], items.classes, items.values, strict=False
-    ):
+    for node, kind, values in zip(items.nodes[: items.count], items.numbers, items.values, strict=False):
         same = tuple(map(node.inputs.index, node.inputs))
-        yield node_class.number, same, tuple(map(number, values)), said(node)
+        yield kind, same, tuple(map(number, values)), said(node)
 
 
 def _reads(completion: Completion) -> Iterator[tuple[int, int, int]]:
