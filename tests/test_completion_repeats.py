@@ -13,9 +13,15 @@ def value() -> Value:
     return Value(np.empty(8, "float32"))
 
 
-def blocks(kinds, tensors=None, arguments=()) -> str:
+def number() -> Value:
+    return Value(np.empty((), "float32"))
+
+
+def blocks(kinds, values=None, arguments=()) -> str:
     """The block of each item as a letter; . is no block."""
-    found = groups(kinds, tensors or [[] for _ in kinds], set(arguments))
+    values = values or [[] for _ in kinds]
+    tensors = [[v for v in some if v.shape] for some in values]
+    found = groups(kinds, tensors, values, set(arguments))
     return "".join("." if block == REST else chr(ord("a") + block) for block in found)
 
 
@@ -82,3 +88,34 @@ def test_what_stands_between_items_of_one_block_joins_it():
     kinds = [0, 1, 2, 3] * 3 + [8, 9, 8]
     tensors += [[made[1][1], value()], [value()], [made[1][2], value()]]
     assert blocks(kinds, tensors, weights) == "aaaabbbbccccbbb"
+
+
+def test_what_is_added_to_a_running_number_belongs_to_the_layer_that_it_is_of():
+    """As the squares of its weights, to the norm of all: whatever the order of the layers."""
+    weights, values, made = layers(3)
+    squares, sums = [number() for _ in range(4)], [number() for _ in range(5)]
+    kinds = [0, 1, 2, 3] * 3 + [8, 8, 8, 8] + [9, 9, 9, 9]
+    other = value()
+    values += [
+        [of, square] for of, square in zip([made[1][0], made[0][0], made[2][0], other], squares, strict=True)
+    ]
+    values += [[sums[i], square, sums[i + 1]] for i, square in enumerate(squares)]
+    assert blocks(kinds, values, [*weights, other]) == "aaaabbbbccccbac..ac."
+
+
+def test_a_number_that_several_layers_give_belongs_to_none():
+    weights, values, made = layers(3)
+    first, second, third = number(), number(), number()
+    values += [[made[1][0], first], [made[0][0], second], [first, second, third], [third, number()]]
+    assert blocks([0, 1, 2, 3] * 3 + [8, 8, 9, 7], values, weights) == "aaaabbbbccccba.."
+
+
+def test_a_row_of_annotations_does_not_make_the_blocks():
+    """They repeat themselves before the layers do, and all layers read what the first gives on."""
+    weights, values, _ = layers(6)
+    annotated = {weight: value() for weight in weights}
+    state = [value() for _ in weights]  # annotated too, by turns
+    row = [pair for w, s in zip(weights, state, strict=True) for pair in ([w, annotated[w]], [s, value()])]
+    values = [[before, annotated[weight], after] for before, weight, after in values]
+    found = blocks([7] * 12 + [0, 1, 2, 3] * 6, row + values, [*weights, *state])
+    assert found == "a.b.c.d.e.f." + "aaaabbbbccccddddeeeeffff"

@@ -164,3 +164,24 @@ def test_programs_that_repeat_nothing_have_none():
         return jnp.tanh(x @ w).sum() + jnp.sin(x).sum()
 
     assert found(graph(f, (8, 16), (16, 16)), [P("x"), P()]) == {}
+
+
+def test_a_sum_over_all_layers_has_twins_too():
+    """Of the norm of all weights, what adds the squares of each layer's, and which of them it adds."""
+
+    def clipped(x, *weights):
+        x = stack(x, *weights)
+        pairs = zip(weights[::2], weights[1::2], strict=True)
+        in_turn = [w for i, pair in enumerate(pairs) for w in (reversed(pair) if i % 2 else pair)]
+        norm = jnp.sqrt(sum(jnp.sum(w**2) for w in in_turn))
+        return x, [w / norm for w in weights]
+
+    program = graph(clipped, (8, 16), *layers(8))
+    of = found(program, [P("x"), *specs(8)])
+    makers = {v: node for node in program.nodes for v in node.outputs}
+    adding = [n for n in program.nodes if n.name == "add" and not n.outputs[0].shape]
+    twins_ = [(a, of[a]) for a in adding if a in of]
+    assert len(adding) >= 15 and len(twins_) >= 2 * 4
+    for one, other in twins_:
+        squares = [next(makers[v] for v in n.inputs if makers[v].name == "reduce_sum") for n in (one, other)]
+        assert of[squares[0]] is squares[1]

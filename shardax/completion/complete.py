@@ -158,7 +158,7 @@ class Items:
         self.values: list[list[Value]] = [values for _, values in pairs]
         self.numbers = [node_class.number for node_class in self.classes]
         rest = [REST] * len(pairs)
-        self.groups = groups(self.numbers, self.tensors(), set(graph.inputs)) if reuse else rest
+        self.groups = groups(self.numbers, self.tensors(), self.values, set(graph.inputs)) if reuse else rest
 
     def tensors(self) -> list[Sequence[Value]]:
         return [

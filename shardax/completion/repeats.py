@@ -1,15 +1,16 @@
 """Finds which items (nodes, by their numbers) of a program make alike blocks, as the layers of an unrolled
 model do.
 
-The longest run of classes that repeats itself, which is the forward pass of the layers, is cut into blocks. A
+A long run of classes that repeats itself, such as the forward pass of the layers, is cut into blocks. A
 later item belongs to the first of the blocks that its operands come from. So a layer's backward pass and its
-part of the optimizer belong to the layer's block, although they are far away in the program. The choice of
-blocks changes no result, only how often a result is computed.
+part of the optimizer belong to the layer's block, although they are far away in the program; and of a sum
+over all parameters, number by number, what adds those of the layer. The choice of blocks changes no result,
+only how often a result is computed.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,33 +23,64 @@ _OF_ONE = 3  # tensors of an item
 _FEWEST = 3  # blocks that are worth it
 
 
-def groups(classes: Sequence[int], tensors: Sequence[Sequence[Value]], arguments: set[Value]) -> list[int]:
+def groups(
+    classes: Sequence[int],
+    tensors: Sequence[Sequence[Value]],
+    values: Sequence[Sequence[Value]],
+    arguments: set[Value],
+) -> list[int]:
     """For each item the number of its block, REST for most of a program that repeats nothing.
 
     Args:
       classes: of each item its node class, by number.
       tensors: the values of each item that have dims, those that it makes last.
+      values: all values of each item, likewise.
       arguments: of the program.
     """
-    run = _run(np.asarray(classes, np.int64), [max(1, len(values) // _OF_ONE) for values in tensors])
-    if run is None:
-        return [REST] * len(classes)
+    runs = _long_runs(np.asarray(classes, np.int64), [max(1, len(vs) // _OF_ONE) for vs in tensors])
+    cuts = [_cut(run, classes, tensors, values, arguments) for run in runs]
+    return max(cuts, key=_spread, default=[REST] * len(classes))
+
+
+def _spread(block_of: list[int]) -> int:
+    """How many items are in blocks, the largest of them aside: a row of annotations that repeats itself, cut
+    into blocks, leaves all layers to the first of these."""
+    sizes = Counter(block_of)
+    del sizes[REST]
+    return sum(sizes.values()) - max(sizes.values())
+
+
+def _cut(run: tuple[int, int, int], classes, tensors, values, arguments: set[Value]) -> list[int]:
+    """The block of each item, if a run is cut into blocks."""
     start, period, count = run
     before_run = arguments.union(
         *tensors[:start]
     )  # what is made before the run belongs to the block that uses it, as arguments do
     block_of, home = [REST] * len(classes), {}
+    numbers: dict[Value, tuple[int, int]] = {}  # of each value without dims its maker's class and block
     for i in range(start, len(classes)):
         block, mine = (i - start) // period, tensors[i]
-        block_of[i] = block = block if block < count else min(map(home.get, mine, _RESTS), default=REST)
+        if block >= count:
+            block = min(map(home.get, mine, _RESTS)) if mine else _of_addend(classes[i], values[i], numbers)
+        block_of[i] = block
         for value in mine:
             if home.setdefault(value, block) != block and value in before_run:
                 home[value] = REST  # several blocks use it: it belongs to none
+        for value in values[i]:
+            if not (value.shape or value.is_literal or value in arguments):
+                numbers.setdefault(value, (classes[i], block))
     for i in reversed(range(start)):
         block_of[i] = block = min(map(home.get, tensors[i][-1:], _RESTS), default=REST)
         for value in tensors[i]:
             home.setdefault(value, block)
     return _joined(block_of)
+
+
+def _of_addend(kind: int, values: Sequence[Value], numbers: Mapping[Value, tuple[int, int]]) -> int:
+    """The block of what an item adds to a running sum of numbers, as to the norm of all gradients."""
+    known = [numbers[value] for value in values if value in numbers]
+    added = {block for maker, block in known if maker != kind}
+    return added.pop() if len(added) == 1 and any(maker == kind for maker, _ in known) else REST
 
 
 def _joined(block_of: list[int]) -> list[int]:
@@ -64,17 +96,20 @@ def _joined(block_of: list[int]) -> list[int]:
     return block_of
 
 
-def _run(classes: np.ndarray, weights: Sequence[int]) -> tuple[int, int, int] | None:
-    """The first long repetition: where it starts, its period, and how often it repeats. An item counts as
-    many times as its weight.
+def _long_runs(classes: np.ndarray, weights: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The first long repetition, and the longest: where each starts, its period, and how often it repeats. An
+    item counts as many times as its weight.
     """
     runs = [run for period in _periods(classes) for run in _runs(classes, period)]
     if not runs:
-        return None
-    most = max(length for _, _, length in runs)
-    start, period, length = min(run for run in runs if 3 * run[2] >= most)
-    period *= -(-_SHORTEST // sum(weights[start : start + period]))
-    return (start, period, length // period) if length // period >= _FEWEST else None
+        return []
+    longest = max(runs, key=lambda run: (run[2], -run[0], -run[1]))
+    first = min(run for run in runs if 3 * run[2] >= longest[2])
+    found = []
+    for start, period, length in dict.fromkeys([first, longest]):
+        period *= -(-_SHORTEST // sum(weights[start : start + period]))
+        found += [(start, period, length // period)] if length // period >= _FEWEST else []
+    return found
 
 
 def _periods(classes: np.ndarray) -> list[int]:

@@ -229,16 +229,29 @@ def _axes(params) -> Axes:
 def _devices(kind: str, axes: Axes, params, sizes: AxisSizes) -> tuple[int, bool]:
     """`devices` and `far` of a collective."""
     if kind == "ppermute":
-        senders, far = _permuted(params["perm"], tuple([sizes[a] for a in axes]))
+        senders, far = _permuted(_Identical(params["perm"]), tuple([sizes[a] for a in axes]))
         return senders * math.prod(sizes.values()) // shard_count(axes, sizes), far
     groups = params.get("axis_index_groups")
     return len(groups[0]) if groups else shard_count(axes, sizes), False
 
 
+class _Identical:
+    """A tuple that only equals itself: that of thousands of pairs takes long to hash."""
+
+    def __init__(self, value: tuple[tuple[int, int], ...]):
+        self.value = value  # held, so that no other takes its id
+
+    def __hash__(self):
+        return id(self.value)
+
+    def __eq__(self, other):
+        return isinstance(other, _Identical) and self.value is other.value
+
+
 @lru_cache(1024)
-def _permuted(pairs: tuple[tuple[int, int], ...], counts: tuple[int, ...]) -> tuple[int, bool]:
+def _permuted(pairs: _Identical, counts: tuple[int, ...]) -> tuple[int, bool]:
     """How many devices send to another, and whether to some other than a neighbour."""
-    return sum(a != b for a, b in pairs), reaches_far(pairs, counts)
+    return sum(a != b for a, b in pairs.value), reaches_far(pairs.value, counts)
 
 
 def reason_of(kind: str, name_stack) -> str:

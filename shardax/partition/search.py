@@ -10,9 +10,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from shardax.spmd_rules.rule import Factors
 
 Kind = tuple[tuple[int, ...], int, bool, bool]
 """Of a value, all on which the prices of its reshards depend but the layouts."""
+
+Reads = list[tuple[Site, int]]
+"""Who reads a value, as which operand."""
 
 CARRIED = 16  # layouts in which a loop may give back what it carries, and that it does not take
 ALMOST = 1e-2  # the share of the gap by which what is chosen may cost more than was known
@@ -109,7 +112,7 @@ class Search:
         self.reader = {v: node for node in nodes for v in node.inputs if self.readers[v] == 1}
         self.trivial = trivial_axes(self.sizes)
         self.all_exact = bool(self.avoided) or len(self.sizes) - len(self.trivial) <= paths.FEW
-        self.tables: dict[tuple[Kind, int, tuple[int, ...]], Any] = {}
+        self.tables: dict[tuple[Kind, int, tuple[int, ...]], _Tables | None] = {}
         self.prices: dict[Kind, copies.Price] = {}
         self.columns: dict[tuple[int, int, bool], Layouts] = {}
         self.interned: dict[Layouts, Layouts] = {}
@@ -432,11 +435,7 @@ class Search:
                 self._settle(value, *other)
 
     def _solved(self) -> Solution:
-        problem = Problem()
-        self.variable = {site: problem.variable(len(site.ways)) for site in self.sites if len(site.ways) > 1}
-        self.constant = 0.0
-        for site in self.sites:
-            self._own(problem, site)
+        problem, read = Problem(), list[_Read]()
         for value, reads, weight in self._readers():
             for strict in (False, True) if self.avoided else (False,):
                 some = (
@@ -444,7 +443,14 @@ class Search:
                     if self.avoided
                     else reads
                 )
-                self._reads(problem, value, some, weight, strict)
+                if tables := self._tables_of(value, some, strict):
+                    read.append(_Read(self.maker[value][0], some, weight, tables))
+        self._number(problem, read)
+        self.constant = 0.0
+        for site in self.sites:
+            self._own(problem, site)
+        for each in read:
+            self._add_read(problem, each)
         solution = solve(problem)
         for site in self.sites:
             site.chosen = site.ways[solution.ways[self.variable[site]] if site in self.variable else 0]
@@ -491,7 +497,7 @@ class Search:
         alike: dict[Hashable, list] = {}
         for value, reads in readers.items():
             maker, result = self.maker[value]
-            made = (id(maker), result) if maker in self.variable else maker.ways[0].results[result]
+            made = (id(maker), result) if len(maker.ways) > 1 else maker.ways[0].results[result]
             key = (
                 made,
                 value in self.anywhere,
@@ -508,15 +514,13 @@ class Search:
         """What distinguishes a reader."""
         return (
             (id(site), i)
-            if site in self.variable
+            if len(site.ways) > 1
             else (site.ways[0].operands[i], site.user_requested, site.allowed)
         )
 
-    def _reads(
-        self, problem: Problem, value: Value, reads: list[tuple[Site, int]], weight: float, strict: bool
-    ) -> None:
-        """The tables of one value and its readers; `strict`: they did not request what is resharded for
-        them.
+    def _tables_of(self, value: Value, reads: Reads, strict: bool) -> "_Tables | None":
+        """The tables of one value and its readers, None where it is brought to them for nothing; `strict`:
+        they did not request what is resharded for them.
         """
         maker, result = self.maker[value]
         made = self._layouts_of(maker, result, made=True)
@@ -524,20 +528,31 @@ class Search:
         key = (self._kind(value, strict), id(made), tuple(map(id, targets)))
         if key not in self.tables:
             self.tables[key] = self._make_tables(value, made, targets, strict)
-        if self.tables[key] is None:
-            return
-        state_cost, maker_table, reader_tables = self.tables[key]
-        if state_cost is None:
-            for (site, _), table in zip(reads, reader_tables, strict=True):
-                if table is not None:
-                    self._add(problem, [maker, site], table * weight)
-            return
-        copy = problem.variable(len(state_cost))
-        self._add(problem, [copy], state_cost * weight)
-        self._add(problem, [maker, copy], maker_table)
-        for (site, _), table in zip(reads, reader_tables, strict=True):
+        return self.tables[key]
+
+    def _number(self, problem: Problem, read: Sequence["_Read"]) -> None:
+        """Makes the variables: of sites in program order, and of copies behind who makes the value, so that
+        messages go the way of the data."""
+        of_maker: dict[Site, list[tuple[_Read, int]]] = {}
+        for each in read:
+            if (copying := each.tables.copying) is not None:
+                of_maker.setdefault(each.maker, []).append((each, len(copying)))
+        self.variable = {}
+        for site in self.sites:
+            if len(site.ways) > 1:
+                self.variable[site] = problem.variable(len(site.ways))
+            for each, states in of_maker.get(site, ()):
+                each.copies = problem.variable(states)
+
+    def _add_read(self, problem: Problem, read: "_Read") -> None:
+        tables, end = read.tables, read.maker
+        if tables.copying is not None:
+            end = read.copies
+            self._add(problem, [end], tables.copying * read.weight)
+            self._add(problem, [read.maker, end], tables.making)
+        for (site, _), table in zip(read.reads, tables.reading, strict=True):
             if table is not None:
-                self._add(problem, [copy, site], table * weight)
+                self._add(problem, [end, site], table * read.weight)
 
     def price_of(self, value: Value, strict: bool = False) -> copies.Price:
         """`price` of a value, and of all that are like it."""
@@ -559,7 +574,9 @@ class Search:
             self.columns[key] = self.interned.setdefault(layouts, layouts)
         return self.columns[key]
 
-    def _make_tables(self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool):
+    def _make_tables(
+        self, value: Value, made: Layouts, targets: tuple[Layouts, ...], strict: bool
+    ) -> "_Tables | None":
         price = self.price_of(value, strict)
         sources, read = _Distinct(made), _Distinct(tuple(itertools.chain(*targets)))
         prices = np.array([[price(m, t) for t in read.layouts] for m in sources.layouts])
@@ -570,11 +587,33 @@ class Search:
             return None
         if sum(paying) == 1:
             each = zip(tables, paying, strict=True)
-            return None, None, [table[sources.places] if pays else None for table, pays in each]
+            return _Tables(None, None, [table[sources.places] if pays else None for table, pays in each])
         some = [ts for ts, pays in zip(targets, paying, strict=True) if pays]
         shared = copies.copies_of(sources.layouts, some, price)
         tables = [shared.reader_table(ts) if pays else None for ts, pays in zip(targets, paying, strict=True)]
-        return shared.making, shared.maker_table(made), tables
+        return _Tables(shared.making, shared.maker_table(made), tables)
+
+
+class _Tables(NamedTuple):
+    """What it costs to bring a value to its readers. `copying`: each set of copies of it; `making`: to make
+    it in the layout of which these are; both None where one reader pays, from the layout in which it is made.
+    `reading`: for each reader, None if it never pays.
+    """
+
+    copying: np.ndarray | None
+    making: Any
+    reading: Sequence[Any]
+
+
+@dataclass(eq=False)
+class _Read:
+    """A value that its readers share: `copies` is the variable of which copies it has."""
+
+    maker: Site
+    reads: "Reads"
+    weight: float
+    tables: _Tables
+    copies: int = -1
 
 
 class _Distinct:

@@ -26,7 +26,7 @@ from shardax.partition.tables import Entries, Problem, Table, added, distinct, w
 LIMIT = 1 << 16  # entries of a table
 NEARLY = 1e-6  # the share of the price up to which a gap is no reason to look further
 SLOW = 1e-2  # the share of the gap by which a sweep must raise the bound
-FUSED = 4  # sweeps between two times that the best mixture of the choices is found
+FUSED, READ = 6, 2  # sweeps between two times that the best mixture of choices is found; so many give some
 VISITS, ENTRIES = 25_000, 600_000_000  # of variables, and of their tables, in all sweeps: a few seconds
 FEW, SWEEPS = 1000, 8  # more than these are visited only so often: that takes as long as the rest of a plan
 ROUNDS = 30  # of improvement
@@ -106,7 +106,7 @@ def _bounded(core: Problem, limit: int) -> tuple[list[int], float]:
     fused = SWEEPS if count > FEW else FUSED  # so few sweeps do not repay leaving ways out between them
     for sweep in itertools.count(1):
         before = messages.bound
-        choices += messages.sweep()
+        choices += messages.sweep(reads=slow > 0 or (sweep + 1) % fused < READ)
         bound = max(bound, messages.bound)
         slow = slow + 1 if messages.bound - before <= SLOW * (price - messages.bound) < math.inf else 0
         if not slow and sweep % fused:

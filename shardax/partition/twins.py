@@ -41,17 +41,18 @@ def twins(completion: Completion, said: Callable[[Node], Hashable] = lambda node
 
 class _Colors:
     """Those of the nodes of a program. `inside`, `across`: who reads what of whom in one part, and of another
-    one. Values without dims do not count: there is little to choose for them."""
+    one. Of values without dims only the former counts: there is little to choose for them."""
 
     def __init__(self, completion: Completion, groups: np.ndarray, said: Callable[[Node], Hashable]):
         numbers: dict[Hashable, int] = {}
         self.of_class = _mixed(
             np.array([numbers.setdefault(key, len(numbers)) for key in _keys(completion, said)], np.uint64)
         )
-        makers, readers, places = np.array(list(_reads(completion)), np.int64).reshape(-1, 3).T
+        makers, readers, places, dims = np.array(list(_reads(completion)), np.int64).reshape(-1, 4).T
         inside = groups[makers] == groups[readers]
+        across = ~inside & (dims > 0)
         self.inside = _Reads(makers[inside], readers[inside], places[inside])
-        self.across = _Reads(makers[~inside], readers[~inside], places[~inside])
+        self.across = _Reads(makers[across], readers[across], places[across])
 
     def refined(self) -> np.ndarray:
         """The colors when none splits any more."""
@@ -96,15 +97,15 @@ def _keys(completion: Completion, said: Callable[[Node], Hashable]) -> Iterator[
         yield kind, same, tuple(map(number, values)), said(node)
 
 
-def _reads(completion: Completion) -> Iterator[tuple[int, int, int]]:
-    """(maker, reader, place), by the numbers of nodes."""
+def _reads(completion: Completion) -> Iterator[tuple[int, int, int, int]]:
+    """(maker, reader, place, dims of the value), by the numbers of nodes."""
     nodes = completion.items.nodes[: completion.items.count]
-    made = {v: (i, k) for i, node in enumerate(nodes) for k, v in enumerate(node.outputs) if v.shape}
+    made = {v: (i, k) for i, node in enumerate(nodes) for k, v in enumerate(node.outputs)}
     for reader, node in enumerate(nodes):
         for place, value in enumerate(node.inputs):
             if value in made:
                 maker, result = made[value]
-                yield maker, reader, place << 20 | result
+                yield maker, reader, place << 20 | result, len(value.shape)
 
 
 def _mixed(numbers: np.ndarray) -> np.ndarray:

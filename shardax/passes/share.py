@@ -56,6 +56,7 @@ class _Sharer:
     def __init__(self, eqns):
         self.values: dict[Any, Any] = {}  # the first variable of the same value
         self.numbers: dict[Hashable, int] = {}
+        self.params: dict[int, int | None] = {}  # by identity: what runs alike has the same ones
         self.computed: dict[int, Any] = {}
         self.makers: dict[Any, Any] = {}
         self.stands: dict[Any, Any] = {}
@@ -111,11 +112,19 @@ class _Sharer:
         """The number of what an equation computes, which is quicker to look up; None where it only equals
         itself.
         """
-        params = params_key(eqn.params)
+        params = self._params(eqn)
         if params is None or _jax.has_effects(eqn) or _jax.has_bodies(eqn) or _is_anew(eqn):
             return None
         key = eqn.primitive, params, tuple(map(self._operand, eqn.invars))
         return self.numbers.setdefault(key, len(self.numbers))
+
+    def _params(self, eqn) -> int | None:
+        """The number of an equation's parameters; None where they cannot be compared."""
+        if id(eqn.params) not in self.params:
+            key = params_key(eqn.params)
+            number = None if key is None else self.numbers.setdefault(key, len(self.numbers))
+            self.params[id(eqn.params)] = number
+        return self.params[id(eqn.params)]
 
     def _operand(self, atom) -> Hashable:
         if not _jax.is_literal(atom):
@@ -133,7 +142,7 @@ class _Sharer:
         if len(dims) != 1:
             return None
         (dim,) = dims
-        sends = (params_key(eqn.params), self._operand(cut.invars[0]))
+        sends = (self._params(eqn), self._operand(cut.invars[0]))
         return _Halo(sends, dim, cut.params["start_indices"][dim], cut.params["limit_indices"][dim])
 
 
