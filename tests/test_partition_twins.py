@@ -1,6 +1,7 @@
 """twins: which nodes of an unrolled program run as another one does."""
 
 from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +70,16 @@ def test_what_is_said_of_nodes_counts():
     )
     one = program.nodes[len(program.nodes) // 2]
     assert one in twins(known) and one not in twins(known, lambda node: node is one)
+
+
+def test_what_products_wish_for_counts():
+    """A layer has other ways on offer where one of its values is wished for in another layout."""
+    program = graph(stack, (8, 16), *layers(9))
+    given = [from_spec(s, len(v.shape)) for s, v in zip([P("x"), *specs(9)], program.inputs, strict=True)]
+    known = complete(program, given, SIZES)
+    one = program.nodes[len(program.nodes) // 2]
+    wishing = replace(known, wished={one.outputs[0]: from_spec(P("y"), 2)})
+    assert one in twins(known) and one not in twins(wishing)
 
 
 def test_to_read_one_value_twice_is_another_thing():

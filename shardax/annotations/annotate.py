@@ -203,9 +203,9 @@ def is_spec(x) -> bool:
     """Whether it is a leaf of a tree of shardings. A box counts by its names, unless what it holds are
     shardings: then it is a box in the tree, as what `jax.tree.map` makes of boxed parameters.
     """
-    if isinstance(x, Box):
-        return not any(map(_is_sharding, jax.tree.leaves(x, is_leaf=_is_sharding)))
-    return _is_sharding(x) or isinstance(x, jax.ShapeDtypeStruct)
+    if _is_sharding(x) or isinstance(x, jax.ShapeDtypeStruct):
+        return True
+    return isinstance(x, Box) and not any(map(_is_sharding, jax.tree.leaves(x, is_leaf=_is_sharding)))
 
 
 def _is_sharding(x) -> bool:
@@ -225,7 +225,7 @@ class Box(Protocol):
 
 def _unboxed(spec, shape: tuple[int, ...], what: str):
     """The spec in a box or an abstract array; any other spec as it is."""
-    if isinstance(spec, Box):
+    if not _is_sharding(spec) and isinstance(spec, Box):  # a protocol is slow to ask for
         from shardax.annotations.boxes import box_spec  # flax is an extra, and installed where its boxes are
 
         return box_spec(spec)  # type: ignore[arg-type]

@@ -2,9 +2,9 @@
 
 Parts (`completion/repeats.py`) are alike if each has the same nodes, connected in the same way: whatever the
 order in which a program has them, as one that names its layers sorts the 10th before the 2nd. So each node
-gets a color, by its class and its shardings, and again and again by the colors of those around it, until
-no color splits any more (Weisfeiler and Leman 1968). Of what is around a part only the classes count: the
-layer beside the embedding has no twins there.
+gets a color, by its class, its shardings and wishes, and again and again by the colors of those around it,
+until no color splits any more (Weisfeiler and Leman 1968). Of what is around a part only the classes count:
+the layer beside the embedding has no twins there.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -83,7 +83,7 @@ class _Reads:
 
 def _keys(completion: Completion, said: Callable[[Node], Hashable]) -> Iterator[Hashable]:
     """What is alike of nodes that may be twins, what is around them aside."""
-    items, numbers = completion.items, dict[Hashable, int]()
+    items, wished, numbers = completion.items, completion.wished, dict[Hashable, int]()
     number_of: dict[int, int] = {}  # by identity: most values share a sharding
 
     def number(value: Value) -> int:
@@ -94,7 +94,8 @@ def _keys(completion: Completion, said: Callable[[Node], Hashable]) -> Iterator[
 
     for node, kind, values in zip(items.nodes[: items.count], items.numbers, items.values, strict=False):
         same = tuple(map(node.inputs.index, node.inputs))
-        yield kind, same, tuple(map(number, values)), said(node)
+        wishes = tuple(map(wished.get, values)) if wished else ()
+        yield kind, same, tuple(map(number, values)), wishes, said(node)
 
 
 def _reads(completion: Completion) -> Iterator[tuple[int, int, int, int]]:
