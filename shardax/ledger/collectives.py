@@ -248,7 +248,7 @@ class _Identical:
         return isinstance(other, _Identical) and self.value is other.value
 
 
-@lru_cache(1024)
+@lru_cache(128)
 def _permuted(pairs: _Identical, counts: tuple[int, ...]) -> tuple[int, bool]:
     """How many devices send to another, and whether to some other than a neighbour."""
     return sum(a != b for a, b in pairs.value), reaches_far(pairs.value, counts)
