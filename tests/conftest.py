@@ -110,7 +110,6 @@ def is_quick(item) -> bool:
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="only the quick tests, without any device")
-    parser.addoption("--few", type=int, metavar="N", help="at most N cells of each test, evenly spread")
     parser.addoption("--measure", action="store_true", help="write how long tests take to tests/seconds.txt")
 
 
@@ -137,16 +136,10 @@ def pytest_collection_modifyitems(config, items):
     for item in timed:
         if item.nodeid in found:
             item.add_marker(found[item.nodeid])
-    left = set()
     if config.getoption("quick"):
-        left.update(item for item in items if not is_quick(item))
-    if most := config.getoption("few"):
-        short = [item.nodeid for item in timed if item.nodeid not in found]
-        beyond = measured.beyond(short, most)
-        left.update(item for item in items if item.nodeid in beyond)
-    if left:
-        config.hook.pytest_deselected(items=[item for item in items if item in left])
-        items[:] = [item for item in items if item not in left]
+        left = [item for item in items if not is_quick(item)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if is_quick(item)]
 
 
 @pytest.fixture(autouse=True)

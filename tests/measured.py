@@ -7,7 +7,7 @@ generation of JAX. The shortest cell of each test stays in `make test` though, u
 
 import collections
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import pytest
 
@@ -51,22 +51,6 @@ def marks(tests: Iterable[str], seconds: Mapping[str, float]) -> dict[str, str]:
             elif s > LEAST:
                 found[test] = "once"
     return found
-
-
-def beyond(tests: Sequence[str], most: int) -> set[str]:
-    """The cells of each test but `most`, evenly spread, its first and its last among them.
-
-    >>> sorted(beyond(["a.py::f[0]", "a.py::f[1]", "a.py::f[2]", "a.py::f[3]", "a.py::g"], 2))
-    ['a.py::f[1]', 'a.py::f[2]']
-    """
-    cells = collections.defaultdict(list)
-    for test in tests:
-        cells[test.split("[")[0]].append(test)
-    left = set()
-    for of_one in cells.values():
-        kept = {round(i * (len(of_one) - 1) / max(1, most - 1)) for i in range(most)}
-        left.update(test for i, test in enumerate(of_one) if len(of_one) > most and i not in kept)
-    return left
 
 
 class Recorder:
