@@ -587,16 +587,20 @@ class Recording(NamedTuple):
 def stages_each(args) -> bool:
     """Whether equations on these arguments are staged on the trace at hand: each is a variable of it."""
     trace = core.trace_ctx.trace
-    return isinstance(trace, pe.DynamicJaxprTrace) and all(map(partial(_is_variable, trace), args))
+    return isinstance(trace, pe.DynamicJaxprTrace) and len(_variables(trace, args)) == len(args)
 
 
-def _is_variable(trace, x) -> bool:
-    return (
-        isinstance(x, pe.DynamicJaxprTracer)
+def _variables(trace, args) -> list[Any]:
+    """Those of the arguments that are variables of a trace."""
+    constants = trace.frame.constvar_to_val
+    return [
+        x
+        for x in args
+        if isinstance(x, pe.DynamicJaxprTracer)
         and x._trace is trace
         and isinstance(x.val, core.Var)
-        and x.val not in trace.frame.constvar_to_val
-    )
+        and x.val not in constants
+    ]
 
 
 def recorded(run, args) -> tuple[list[Any], Recording | None]:
@@ -617,8 +621,7 @@ def recorded(run, args) -> tuple[list[Any], Recording | None]:
             continue
         if eqn.ctx is not ctx or not _is_plain(eqn, info):
             return results, None
-        known = (x.val in number or x.val in everywhere for x in eqn.in_tracers if _is_variable(trace, x))
-        if not all(known):
+        if not all(x.val in number or x.val in everywhere for x in _variables(trace, eqn.in_tracers)):
             return results, None
         operands = tuple(x if is_literal(x.val) else number.get(x.val, x) for x in eqn.in_tracers)
         if _is_place(eqn) and not any(type(x) is int for x in operands):

@@ -64,10 +64,12 @@ def shape_of(aval, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruc
 
 def memory_of(aval) -> Any:
     """The memory of a value; of an abstract array, that of its sharding."""
+    if (space := getattr(aval, "memory_space", None)) is not None:
+        return space
     if isinstance(aval, jax.ShapeDtypeStruct):
         at_host = aval.sharding is not None and aval.sharding.memory_kind == "pinned_host"
         return jax.memory.Space.Host if at_host else jax.memory.Space.Device
-    return getattr(aval, "memory_space", jax.memory.Space.Device)
+    return jax.memory.Space.Device
 
 
 SHARDING_PARAMS = (

@@ -44,17 +44,12 @@ def placed(shardings, avals: Iterable, first: int = 0) -> Iterator[Placed]:
     `first` keys.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(shardings)
+    meshes = {sharding.mesh for _, sharding in leaves}
+    known = {mesh: (mesh.shape, f"({describe(mesh)})") for mesh in meshes}
     for (path, sharding), aval in zip(leaves, avals, strict=True):
         spec, mesh = from_spec(sharding.spec, len(aval.shape)), sharding.mesh
-        yield Placed(
-            path_text(path[first:]),
-            aval,
-            spec,
-            shard_count(spec.axes, mesh.shape),
-            f"({describe(mesh)})",
-            "",
-            mesh,
-        )
+        sizes, on = known[mesh]
+        yield Placed(path_text(path[first:]), aval, spec, shard_count(spec.axes, sizes), on, "", mesh)
 
 
 def path_text(path) -> str:

@@ -11,20 +11,20 @@ def connected(count: int, groups: Iterable[Sequence[int]]) -> list[int]:
     >>> connected(5, [(3, 1), (2,), (4, 3)])
     [0, 1, 2, 1, 1]
     """
-    root = list(range(count))
-
-    def root_of(v: int) -> int:
-        while root[v] != v:
-            root[v] = v = root[root[v]]
-        return v
-
+    root = list(range(count))  # none is greater than what it is of
     for group in groups:
-        first = root_of(group[0]) if group else 0
-        for v in group[1:]:
-            other = root_of(v)
-            first, last = (first, other) if first < other else (other, first)
-            root[last] = first
-    return list(map(root_of, range(count)))
+        first = group[0] if group else 0
+        for v in group:
+            while root[v] != v:
+                root[v] = v = root[root[v]]
+            if v < first:
+                root[first] = v
+                first = v
+            else:
+                root[v] = first
+    for v in range(count):
+        root[v] = root[root[v]]
+    return root
 
 
 def parts(graph: Graph) -> list[tuple[list[Value], list[Value]]]:

@@ -3,14 +3,14 @@ sent for that.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardax.graph import annotations
 from shardax.graph.annotations import Annotation
-from shardax.graph.graph import Value
+from shardax.graph.graph import Node, Value
 from shardax.meshes.refinement import Placement
-from shardax.partition.decisions import Reshard
+from shardax.partition.decisions import Decision, Reshard
 from shardax.program import Program
 from shardax.reshard import paths
 
@@ -29,29 +29,27 @@ class Elsewhere:
 def arguments(program: Program) -> Iterator[Elsewhere]:
     """Those that an annotation wants otherwise."""
     numbers = {value: i for i, value in enumerate(program.graph.inputs)}
-    back = _back(program)
-    for node, decision in program.decisions.pairs():
-        note = annotations.of_node(node)
-        if (
-            note is not None
-            and node.inputs[0] in numbers
-            and (wanted := _wanted(program, note, node.inputs[0]))
-        ):
-            number = numbers[node.inputs[0]]
-            yield Elsewhere(
-                number, wanted, _sent(program, node.inputs[0], decision.reshards[0]), back.get(number, 0)
-            )
+    noted = [
+        (node, note, decision)
+        for node, decision in program.decisions.pairs()
+        if (note := annotations.of_node(node)) is not None
+    ]
+    back = _back(program, noted)
+    for node, note, decision in noted:
+        value = node.inputs[0]
+        if value in numbers and (wanted := _wanted(program, note, value)):
+            sent, number = _sent(program, value, decision.reshards[0]), numbers[value]
+            yield Elsewhere(number, wanted, sent, back.get(number, 0))
 
 
-def _back(program: Program) -> dict[int, int]:
+def _back(program: Program, noted: Sequence[tuple[Node, Annotation, Decision]]) -> dict[int, int]:
     """By the number of a donated argument: bytes to have its successor as it rests, which the annotation that
-    says so does.
+    says so does. `noted`: the annotations, by node, with how each runs.
     """
     results = {value: i for i, value in enumerate(program.graph.outputs)}
     sent = {}
-    for node, decision in program.decisions.pairs():
-        note = annotations.of_node(node)
-        if note is not None and note.like is not None and node.outputs[0] in results:
+    for node, note, decision in noted:
+        if note.like is not None and node.outputs[0] in results:
             nbytes = _sent(program, node.inputs[0], decision.reshards[0])
             sent[note.like] = nbytes + _left(program, results[node.outputs[0]])
     return sent

@@ -149,9 +149,9 @@ def settled(jaxpr, mesh: AnyMesh):
 
 def _checked(eqn, mesh: AnyMesh):
     """An annotation of our own, which may be on a mesh of the program's devices in any order."""
-    own, line = eqn.params["mesh"], _jax.user_line(eqn.source_info)
+    own = eqn.params["mesh"]
     if own is not None:
-        spec = Annotation(**eqn.params).sharding.spec
+        spec, line = Annotation(**eqn.params).sharding.spec, _jax.user_line(eqn.source_info)
         check_devices(
             own, spec, mesh, f"{eqn.params['source']} at {line or 'an unknown line'} asks for a sharding"
         )

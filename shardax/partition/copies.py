@@ -57,9 +57,10 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     """
     read = list(dict.fromkeys(itertools.chain(*readers)))
     place = {layout: i for i, layout in enumerate(read)}
-    prices = np.array([[price(m, t) for t in read] for m in made])
+    none = len(read)  # no copy stands behind all others, so at -1 too
+    prices, parts = np.zeros((len(made), none + 1)), np.full((none + 1, none), np.inf)
+    prices[:, :none] = [[price(m, t) for t in read] for m in made]
     cut = np.array([[is_cut(copy, t) for t in read] for copy in read])
-    parts = np.full(cut.shape, np.inf)
     for c, t in np.argwhere(cut).tolist():
         parts[c, t] = price(read[c], read[t])
     wanted = [[place[t] for t in dict.fromkeys(targets)] for targets in readers]
@@ -67,7 +68,6 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     most = max(LEAST, STATES // len(made))
     chosen = [(m, *some) for m, row in enumerate(prices) for some in _chosen(row, shared, cut, most)]
     makers, first, second = np.array(chosen).T
-    prices, parts = np.pad(prices, ((0, 0), (0, 1))), np.pad(parts, ((0, 1), (0, 0)), constant_values=np.inf)
     making = prices[makers, first] + prices[makers, second]
     reading = np.minimum(prices[makers, :-1], np.minimum(parts[first], parts[second]))
     states = [(made[m], tuple([read[c] for c in some if c >= 0])) for m, *some in chosen]

@@ -76,17 +76,23 @@ class Copies:
     def of(cls, decisions: Decisions) -> "Copies":
         copies = cls()
         for node, decision in decisions.pairs():
-            for i, (value, reshard) in enumerate(zip(node.inputs, decision.reshards, strict=True)):
-                copies.note(value, reshard, Reader(node, decision, i))
+            copies.note(node.inputs, decision.reshards, node, decision)
             if annotations.renames(node):
                 copies.roots[node.outputs[0]] = copies.roots.get(node.inputs[0], node.inputs[0])
-        for i, (value, reshard) in enumerate(zip(decisions.graph.outputs, decisions.outputs, strict=True)):
-            copies.note(value, reshard, Reader(None, None, i))
+        copies.note(decisions.graph.outputs, decisions.outputs)
         return copies
 
-    def note(self, value: Value, reshard: Reshard, reader: Reader) -> None:
-        if reshard.needed and not value.is_literal:
-            self.readers.setdefault((self.roots.get(value, value), reshard.target), (reshard, reader))
+    def note(
+        self,
+        values: Sequence[Value],
+        reshards: Sequence[Reshard],
+        node: Node | None = None,
+        decision: Decision | None = None,
+    ) -> None:
+        for i, (value, reshard) in enumerate(zip(values, reshards, strict=True)):
+            if reshard.needed and not value.is_literal:
+                key = self.roots.get(value, value), reshard.target
+                self.readers.setdefault(key, (reshard, Reader(node, decision, i)))
 
     def reader(self, value: Value, layout: Layout) -> tuple[Reshard, Reader] | None:
         return self.readers.get((self.roots.get(value, value), layout))
@@ -123,8 +129,9 @@ class Emitter:
         for value, layout, shard in zip(decisions.graph.inputs, decisions.inputs, shards, strict=True):
             self.env[value] = {layout: shard}
         for node, decision in decisions.pairs():
-            with self.at(Origin(node, decision)):
-                self.node(node, decision)
+            origin = Origin(node, decision)
+            with self.at(origin):
+                self.node(origin)
         outputs = zip(decisions.graph.outputs, decisions.outputs, strict=True)
         return [self.output(value, reshard, i) for i, (value, reshard) in enumerate(outputs)]
 
@@ -142,9 +149,12 @@ class Emitter:
             reader = maker.node if annotations.of_node(maker.node) else None
             return self.read(value, reshard, Reader(reader, None, i))
 
-    def node(self, node: Node, decision: Decision) -> None:
-        reshards = zip(node.inputs, decision.reshards, strict=True)
-        shards = [self.read(v, reshard, Reader(node, decision, i)) for i, (v, reshard) in enumerate(reshards)]
+    def node(self, origin: Origin) -> None:
+        node, decision = origin.node, origin.decision
+        shards = []
+        for i, (value, reshard) in enumerate(zip(node.inputs, decision.reshards, strict=True)):
+            shard = None if value.is_literal else self.env[value].get(reshard.target)
+            shards.append(self.read(value, reshard, Reader(node, decision, i)) if shard is None else shard)
         if node.bodies:
             around, self.around = self.around, node
             self.contributions.enter(node)
@@ -152,13 +162,11 @@ class Emitter:
             self.around = around
         else:
             results = self.run_local(node, decision, shards)
+        renamed = self.env[node.inputs[0]] if annotations.renames(node) else None
         for value, layout, shard in zip(node.outputs, decision.results, results, strict=True):
-            if annotations.renames(node):
-                self.env[value] = self.env[node.inputs[0]]
-                self.env[value].setdefault(layout, shard)
-            else:
-                self.env[value] = {layout: shard}
-            self.makers[value] = Origin(node, decision)
+            self.env[value] = {} if renamed is None else renamed
+            self.env[value].setdefault(layout, shard)
+            self.makers[value] = origin
         if any(layout.pending for layout in decision.results):
             self.contributions.note(node, decision)
 

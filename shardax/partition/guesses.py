@@ -34,11 +34,12 @@ class Guesses:
 
         @cache
         def taken(which: int, target: Layout) -> float:
-            best = made[which].get(target, math.inf) if made[which] else 0.0
+            best, move = made[which].get(target, math.inf) if made[which] else 0.0, moving[which]
             for source, more in sources[which]:
                 if more >= best:
                     break
-                best = min(best, more + moving[which](source, target))
+                if (price := more + move(source, target)) < best:
+                    best = price
             return best
 
         return taken

@@ -3,11 +3,12 @@ tree-reweighted min-sum, TRW-S (Kolmogorov 2006).
 
 Each variable sends each neighbour what its ways would cost, as far as it knows. Variables are visited in
 order and back again; each shares out the messages that came in evenly among the neighbours that come after
-it. After some sweeps the messages agree. In each sweep a choice is read off: each variable takes the cheapest
-way, given the ways of those before it. What a variable or a message costs at least is counted apart, once:
-the sum is a lower bound on the price of any choice, and grows from sweep to sweep. What a way
-costs more than the cheapest of its variable, it adds to that bound: ways with which any choice costs too much
-can be left out, and the bound grows faster among the others (fixing by reduced costs).
+it. After some sweeps the messages agree. In each sweep a choice is read off: each variable takes the
+cheapest way, given the ways of those before it. What a variable costs at least is counted apart: the sum is
+a lower bound on the price of any choice, and grows from sweep to sweep. (What a message costs at least is
+counted where that arrives. On the way back, where it came from counts it too, but sends on as much less.)
+What a way costs more than the cheapest of its variable, it adds to that bound: ways with which any choice
+costs too much can be left out, and the bound grows faster among the others (fixing by reduced costs).
 """
 
 from collections.abc import Sequence
@@ -127,9 +128,6 @@ class Messages:
             for to, between, own, other, incoming, outgoing in coming[v]:
                 of_entries = mine if own is None else own.least(mine)
                 message = np.minimum.reduce((of_entries - messages[incoming])[:, None] + between)
-                least = np.minimum.reduce(message)
-                bound += float(least)
-                message -= least
                 more = message - messages[outgoing]
                 messages[outgoing] = message
                 known[to] += more if other is None else more[other.of]

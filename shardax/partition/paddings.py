@@ -16,6 +16,7 @@ import jax
 
 from shardax.annotations.explicit import memory_of
 from shardax.completion.complete import Completion
+from shardax.graph.connected import connected
 from shardax.graph.graph import Graph, Node, Value
 from shardax.sharding import Axes, Padding
 
@@ -118,24 +119,14 @@ def _parts(graph: Graph, hosted_apart: bool = False) -> list[list[Value]]:
     """The arrays of a program and of its bodies, those together that operations join. Numbers have no dims,
     and join nothing. Arrays at the host may be apart from those on the device.
     """
-    root: dict[Value, Value] = {}
-
-    def root_of(v: Value) -> Value:
-        while root.setdefault(v, v) is not v:
-            root[v] = v = root[root[v]]
-        return v
-
     nodes = [arrays_of(node) for node in graph.walk()]
-    hosted_apart = hosted_apart and any(map(is_at_host, set(itertools.chain.from_iterable(nodes))))
-    for node in nodes:
-        for first, *others in filter(None, _joined(node, hosted_apart)):
-            one = root_of(first)
-            for v in others:
-                if (other := root_of(v)) is not one:
-                    root[other] = one
-    parts: dict[Value, list[Value]] = {}
-    for v in root:
-        parts.setdefault(root_of(v), []).append(v)
+    numbers = {v: i for i, v in enumerate(dict.fromkeys(itertools.chain.from_iterable(nodes)))}
+    hosted_apart = hosted_apart and any(map(is_at_host, numbers))
+    joined = itertools.chain.from_iterable([_joined(node, hosted_apart) for node in nodes])
+    of = connected(len(numbers), ([numbers[v] for v in arrays] for arrays in joined))
+    parts: dict[int, list[Value]] = {}
+    for v, i in numbers.items():
+        parts.setdefault(of[i], []).append(v)
     return list(parts.values())
 
 

@@ -25,12 +25,18 @@ class Recordings:
         """What a function returns for these shards. `kind`: all else that decides what it does. Shards may be
         small constants, such as JAX makes of what depends on nothing else.
         """
-        traced = [x for x in shards if isinstance(x, Tracer)]
-        constants = [x for x in shards if not isinstance(x, Tracer)]
-        if not _jax.stages_each(traced) or not all(map(_is_small, constants)):
+        traced, types = [], list[Hashable]()
+        for x in shards:
+            if isinstance(x, Tracer):
+                traced.append(x)
+                types.append(x.aval)
+            elif _is_small(x):
+                types.append((x.shape, x.dtype, x.tobytes()))
+            else:
+                return list(function(shards))
+        if not _jax.stages_each(traced):
             return list(function(shards))
         ids = [id(x) for x in traced]
-        types = [x.aval if isinstance(x, Tracer) else (x.shape, x.dtype, x.tobytes()) for x in shards]
         key = kind, tuple([ids.index(i) for i in ids]), tuple(types)
         if key not in self.known:
             results, recording = _jax.recorded(lambda: function(shards), traced)

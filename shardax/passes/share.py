@@ -56,7 +56,7 @@ class _Sharer:
     def __init__(self, eqns):
         self.values: dict[Any, Any] = {}  # the first variable of the same value
         self.numbers: dict[Hashable, int] = {}
-        self.params: dict[int, int | None] = {}  # by identity: what runs alike has the same ones
+        self.kinds: dict[Hashable, int | None] = {}  # by identity: what runs alike has the same parameters
         self.computed: dict[int, Any] = {}
         self.makers: dict[Any, Any] = {}
         self.stands: dict[Any, Any] = {}
@@ -112,19 +112,22 @@ class _Sharer:
         """The number of what an equation computes, which is quicker to look up; None where it only equals
         itself.
         """
-        params = self._params(eqn)
-        if params is None or _jax.has_effects(eqn) or _jax.has_bodies(eqn) or _is_anew(eqn):
+        kind = self._kind(eqn)
+        if kind is None or _jax.has_effects(eqn):
             return None
-        key = eqn.primitive, params, tuple(map(self._operand, eqn.invars))
+        key = kind, *map(self._operand, eqn.invars)
         return self.numbers.setdefault(key, len(self.numbers))
 
-    def _params(self, eqn) -> int | None:
-        """The number of an equation's parameters; None where they cannot be compared."""
-        if id(eqn.params) not in self.params:
-            key = params_key(eqn.params)
-            number = None if key is None else self.numbers.setdefault(key, len(self.numbers))
-            self.params[id(eqn.params)] = number
-        return self.params[id(eqn.params)]
+    def _kind(self, eqn) -> int | None:
+        """The number of what an equation does to its operands, by its primitive and parameters; None where it
+        makes another value each time, or that cannot be compared.
+        """
+        same = eqn.primitive, id(eqn.params)
+        if same not in self.kinds:
+            params = None if _is_anew(eqn) or _jax.has_bodies(eqn) else params_key(eqn.params)
+            key = None if params is None else (eqn.primitive, params)
+            self.kinds[same] = None if key is None else self.numbers.setdefault(key, len(self.numbers))
+        return self.kinds[same]
 
     def _operand(self, atom) -> Hashable:
         if not _jax.is_literal(atom):
@@ -142,7 +145,7 @@ class _Sharer:
         if len(dims) != 1:
             return None
         (dim,) = dims
-        sends = (self._params(eqn), self._operand(cut.invars[0]))
+        sends = (self._kind(eqn), self._operand(cut.invars[0]))
         return _Halo(sends, dim, cut.params["start_indices"][dim], cut.params["limit_indices"][dim])
 
 

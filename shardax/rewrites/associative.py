@@ -40,17 +40,19 @@ def associative_scans(graph: Graph, context: Context) -> Replacements:
 
 def reversed_scans(graph: Graph, context: Context) -> Replacements:
     """Scans from the other end, for scans of reversed elements whose results are reversed again."""
+    scans = [n for n in graph.nodes if n.primitive in (associative_scan_p, associative_scan_vjp_p)]
+    if not scans:
+        return Replacements()
     makers, readers, new = makers_of(graph), _readers(graph), {}
-    for node in graph.nodes:
-        if node.primitive in (associative_scan_p, associative_scan_vjp_p):
-            ends = _reversals(node, makers, readers)
-            if ends is None:
-                continue
-            before, after = ends
-            outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
-            inputs, params = [rev.inputs[0] for rev in before], {**node.params, "reverse": True}
-            new[node] = [replace(node, params=params, inputs=inputs, outputs=outputs)]
-            new |= {rev: [] for rev in after.values()}
+    for node in scans:
+        ends = _reversals(node, makers, readers)
+        if ends is None:
+            continue
+        before, after = ends
+        outputs = [after[v].outputs[0] if v in after else Value(v.aval) for v in node.outputs]
+        inputs, params = [rev.inputs[0] for rev in before], {**node.params, "reverse": True}
+        new[node] = [replace(node, params=params, inputs=inputs, outputs=outputs)]
+        new |= {rev: [] for rev in after.values()}
     return Replacements(new)
 
 

@@ -18,8 +18,8 @@ from shardax.rewrites.rewrite import Context, Replacements, makers_of
 
 def batched_indices(graph: Graph, context: Context) -> Replacements:
     """The gathers and scatters whose indices count along a dim, with a batch dim instead."""
-    makers = makers_of(graph)
-    indexed = (node for node in graph.nodes if node.name in {"gather", *SCATTERS})
+    makers, names = makers_of(graph), {"gather", *SCATTERS}
+    indexed = (node for node in graph.nodes if node.name in names)
     return Replacements({node: made for node in indexed if (made := _batched(node, makers, context))})
 
 

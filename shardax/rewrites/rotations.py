@@ -28,6 +28,8 @@ def rotations(graph: Graph, context: Context) -> Replacements:
     """The `rotate` nodes for what rotates."""
     makers, new = makers_of(graph), {}
     for node in graph.nodes:
+        if node.name not in ("concatenate", "dynamic_slice") and not adds(node):
+            continue
         find = _window_of_two if node.name == "dynamic_slice" else _sum_of_halves
         if rotation := _rotation(_placed_parts(node, makers)):
             value, dim, first = rotation

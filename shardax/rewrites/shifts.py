@@ -10,20 +10,22 @@ from collections import Counter
 from dataclasses import replace
 
 from shardax.graph.graph import Graph, Node
-from shardax.rewrites.rewrite import Context, Replacements, makers_of
+from shardax.rewrites.rewrite import Context, Replacements
 
 Config = tuple[int, int, int]
 
 
 def shifts(graph: Graph, context: Context) -> Replacements:
     """A pad for what is padded and sliced, where nothing else reads in between."""
+    cutting = [node for node in graph.nodes if node.name in ("pad", "slice")]
+    if not cutting:
+        return Replacements()
     uses = Counter(v for node in graph.nodes for v in node.inputs) + Counter(graph.outputs)
-    makers, new = makers_of(graph), {}
-    for node in graph.nodes:
-        if node.name in ("pad", "slice") and uses[node.inputs[0]] == 1:
-            if made := _shift(node, makers.get(node.inputs[0])):
-                new[node] = [made]
-                makers[made.outputs[0]] = made
+    makers, new = {v: node for node in cutting for v in node.outputs}, {}
+    for node in cutting:
+        if uses[node.inputs[0]] == 1 and (made := _shift(node, makers.get(node.inputs[0]))):
+            new[node] = [made]
+            makers[made.outputs[0]] = made
     return Replacements(new)
 
 

@@ -416,10 +416,11 @@ def happens_once(node: Node) -> bool:
 
 def adds(node: Node) -> bool:
     """Whether the result of a node is the sum of its operands."""
-    entry, every = RULES.get(node.name), tuple(range(len(node.inputs)))
-    return (
-        entry is not None and entry.accumulates == ("sum", every) and LINEAR(*every) in entry.passes_of(node)
-    )
+    entry = RULES.get(node.name)
+    if entry is None or not entry.accumulates:
+        return False
+    every = tuple(range(len(node.inputs)))
+    return entry.accumulates == ("sum", every) and LINEAR(*every) in entry.passes_of(node)
 
 
 def _are_passes(passes: Any) -> bool:
