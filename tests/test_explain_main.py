@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[1]
 GPT2 = (
     "models.gpt2",
     "--mesh",
-    "data=2,model=4",
+    "data=4,model=2",
     "--set",
     "size=tiny",
     "--set",
-    "batch=8",
+    "batch=16",
     "--set",
-    "seq=16",
+    "seq=64",
 )
 
 PROGRAM = """
@@ -111,8 +111,8 @@ def test_against_another_mesh_and_a_file(tmp_path, capsys):
     capsys.readouterr()
     main([*GPT2, "--against", str(tmp_path / "plan.json")])
     assert "no difference" in capsys.readouterr().out
-    main([*GPT2, "--against", "data=4,model=2"])
-    assert "the mesh is data=4, model=2, not data=2, model=4" in capsys.readouterr().out
+    main([*GPT2, "--against", "data=8,model=1"])
+    assert "the mesh is data=8, model=1, not data=4, model=2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
