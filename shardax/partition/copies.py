@@ -57,7 +57,7 @@ def copies_of(made: Sequence[Layout], readers: Sequence[Sequence[Layout]], price
     """
     read = list(dict.fromkeys(itertools.chain(*readers)))
     place = {layout: i for i, layout in enumerate(read)}
-    none = len(read)  # no copy stands behind all others, so at -1 too
+    none = len(read)  # the place of no copy is the last: it is -1 too
     prices, parts = np.zeros((len(made), none + 1)), np.full((none + 1, none), np.inf)
     prices[:, :none] = [[price(m, t) for t in read] for m in made]
     cut = np.array([[is_cut(copy, t) for t in read] for copy in read])
