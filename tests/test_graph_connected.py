@@ -1,6 +1,7 @@
 """What of a program has nothing to do with the rest."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -14,6 +15,21 @@ def test_groups_that_share_a_number_are_connected():
     assert connected(6, [(4, 2), (2, 0), (), (5,)]) == [0, 1, 0, 3, 0, 5]
     assert connected(3, [(2, 1), (1, 0)]) == [0, 0, 0]
     assert connected(2, []) == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_number_has_the_least_that_it_is_connected_with(seed):
+    """As passing the least number on within each group, until nothing changes, has it."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 40))
+    groups = [rng.integers(count, size=rng.integers(0, 5)).tolist() for _ in range(rng.integers(0, 30))]
+    least, before = list(range(count)), None
+    while least != before:
+        before = list(least)
+        for group in groups:
+            for v in group:
+                least[v] = min(least[w] for w in group)
+    assert connected(count, groups) == least
 
 
 def numbered(fun, *shapes):

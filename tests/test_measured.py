@@ -23,7 +23,7 @@ def test_a_test_that_nobody_measured_runs():
 
 
 def test_a_very_long_test_does_not():
-    assert measured.marks(["a.py::f"], {"a.py::f": 40.0}) == {"a.py::f": "slow"}
+    assert measured.marks(["a.py::f"], {"a.py::f": measured.VERY_LONG + 1}) == {"a.py::f": "slow"}
 
 
 def test_what_is_measured_is_what_is_read(tmp_path):

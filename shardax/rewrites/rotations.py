@@ -28,15 +28,19 @@ def rotations(graph: Graph, context: Context) -> Replacements:
     """The `rotate` nodes for what rotates."""
     makers, new = makers_of(graph), {}
     for node in graph.nodes:
-        if node.name not in ("concatenate", "dynamic_slice") and not adds(node):
-            continue
-        find = _window_of_two if node.name == "dynamic_slice" else _sum_of_halves
-        if rotation := _rotation(_placed_parts(node, makers)):
+        parts, window = list[tuple[int, _Part] | None](), None
+        if node.name == "concatenate":
+            parts = _parts_in_a_row(node, makers)
+        elif node.name == "dynamic_slice":
+            window = _window_of_two(node, makers)
+        elif adds(node):
+            parts, window = [_padded_part(v, makers) for v in node.inputs], _sum_of_halves(node, makers)
+        if rotation := _rotation(parts):
             value, dim, first = rotation
             params = {"dim": dim, "first": first}
             new[node] = [replace(node, primitive=rotate_p, params=params, inputs=[value])]
-        elif rotation := find(node, makers):
-            value, first, dim, back = rotation
+        elif window:
+            value, first, dim, back = window
             params = {"dim": dim, "back": back}
             new[node] = [replace(node, primitive=rotate_by_p, params=params, inputs=[value, first])]
     return Replacements(new)
@@ -68,15 +72,11 @@ def _rotation(parts: Sequence[tuple[int, _Part] | None]) -> tuple[Value, int, in
     return (one.value, one.dim, first) if rows == size else None
 
 
-def _placed_parts(node: Node, makers: Makers) -> Sequence[tuple[int, _Part] | None]:
-    """(row of the result, part) of the parts that a node puts side by side."""
-    if node.name == "concatenate":
-        dim, parts = node.params["dimension"], [_part(v, makers) for v in node.inputs]
-        places = itertools.accumulate([0, *(v.shape[dim] for v in node.inputs[:-1])])
-        return [(at, p) if p and p.dim == dim else None for at, p in zip(places, parts, strict=True)]
-    if adds(node):
-        return [_padded_part(v, makers) for v in node.inputs]
-    return []
+def _parts_in_a_row(node: Node, makers: Makers) -> list[tuple[int, _Part] | None]:
+    """(row of the result, part) of the parts that a concatenation puts side by side."""
+    dim, parts = node.params["dimension"], [_part(v, makers) for v in node.inputs]
+    places = itertools.accumulate([0, *(v.shape[dim] for v in node.inputs[:-1])])
+    return [(at, p) if p and p.dim == dim else None for at, p in zip(places, parts, strict=True)]
 
 
 def _padded_part(value: Value, makers: Makers) -> tuple[int, _Part] | None:
@@ -125,8 +125,8 @@ def _window_of_two(node: Node, makers: Makers) -> tuple[Value, Value, int, bool]
 
 
 def _sum_of_halves(node: Node, makers: Makers) -> tuple[Value, Value, int, bool] | None:
-    """The same where it is the transpose of such a window."""
-    split = makers.get(node.inputs[0]) if adds(node) else None
+    """The same where a sum is the transpose of such a window."""
+    split = makers.get(node.inputs[0])
     if split is None or split.name != "split" or len(split.outputs) != 2:
         return None
     update, dim = makers.get(split.inputs[0]), split.params["axis"]
